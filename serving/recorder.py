@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -31,7 +30,6 @@ from typing import Any, Final
 
 import httpx
 import pyarrow as pa
-import pyarrow.parquet as pq
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from perennial.errors import PerennialError
@@ -40,6 +38,7 @@ from perennial.settings import Settings
 from perennial.spec import ModelSpec, load_specs
 from perennial.store import Store
 from serving.capture import Call, Reason, Unparsable, parse_line, rows
+from serving.parquet import write_parquet
 from serving.router.envoy import admin_url, capture_log, set_capture_percent
 from serving.sequence import SequenceGaps
 from serving.spool import Batch, Spool, exclusive
@@ -115,7 +114,7 @@ class Writer:
             newest = max(newest or call.time, call.time)
         for (model, folder), found in partitions.items():
             table = pa.Table.from_pylist(found, schema=self._schemas[model])
-            _write_parquet(table, folder / f"{batch.id}.parquet")
+            write_parquet(table, folder / f"{batch.id}.parquet")
         for (model, _), found in partitions.items():
             for row in found:
                 self._metrics.records.labels(model, row["arm"], row["route"]).inc()
@@ -253,24 +252,6 @@ def _reopen(client: httpx.Client) -> None:
         client.post("/reopen_logs").raise_for_status()
     except httpx.HTTPError as error:
         logger.warning("the router did not reopen its log, asking again: %s", error)
-
-
-def _write_parquet(table: pa.Table, path: Path) -> None:
-    """Synced under a temporary name, renamed, folder synced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        pq.write_table(table, temporary, compression="zstd")
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def main() -> int:
