@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -348,6 +349,13 @@ class Answer:
 def routing(settings: Settings) -> Iterator[Router]:
     """Runs Envoy until its routes are in force."""
     envoy.write_bootstrap(settings)
+    try:
+        yield from _routing(settings)
+    finally:
+        shutil.rmtree(settings.spool_dir)
+
+
+def _routing(settings: Settings) -> Iterator[Router]:
     process = Process(envoy.command(settings, drain_time_s=1), {}, settings.home / "envoy.log")
     with process, grpc.insecure_channel(f"127.0.0.1:{settings.router_port}") as channel:
         declared = routes.read_routes(routes.routes_path(settings))
