@@ -21,10 +21,11 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter as Counting
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,7 +98,8 @@ class Writer:
 
     def write(self, batch: Batch) -> None:
         """Writes the batch's rows. When it returns, they are on disk."""
-        partitions: dict[tuple[str, Path], list[dict[str, Any]]] = defaultdict(list)
+        partitions: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+        counts: Counting[tuple[str, str, str]] = Counting()
         rejected: list[tuple[Reason, bytes]] = [(Reason.LINE, b"")] * batch.torn
         newest: datetime | None = None
         for line in batch.lines:
@@ -109,15 +111,15 @@ class Writer:
                 logger.debug("line in %s: %s", batch.id, error)
                 rejected.append((error.reason, line))
                 continue
-            folder = self._store.predictions(model) / f"date={call.time:%Y-%m-%d}"
-            partitions[model, folder / f"hour={call.time:%H}"] += found
+            partitions[model, int(call.time.timestamp()) // 3600] += found
+            counts[model, call.arm, found[0]["route"]] += len(found)
             newest = max(newest or call.time, call.time)
-        for (model, folder), found in partitions.items():
+        for (model, hour), found in partitions.items():
             table = pa.Table.from_pylist(found, schema=self._schemas[model])
-            write_parquet(table, folder / f"{batch.id}.parquet")
-        for (model, _), found in partitions.items():
-            for row in found:
-                self._metrics.records.labels(model, row["arm"], row["route"]).inc()
+            folder = f"{datetime.fromtimestamp(hour * 3600, UTC):date=%Y-%m-%d/hour=%H}"
+            write_parquet(table, self._store.predictions(model) / folder / f"{batch.id}.parquet")
+        for labels, count in counts.items():
+            self._metrics.records.labels(*labels).inc(count)
         self._keep(rejected)
         if newest is not None:
             self._metrics.lag_s.set(max(0.0, time.time() - newest.timestamp()))
