@@ -64,7 +64,7 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"perennial_labels_{name}", text, ["model", *labels], registry=registry)
 
-        self.accepted = counter("accepted", "Labels written.", "source")
+        self.accepted = counter("accepted", "Labels written.")
         self.duplicates = counter("duplicates", "Labels that were there already.")
         self.conflicts = counter("conflicts", "Labels that contradict an earlier one.")
         self.rejected = counter("rejected", "Labels that were refused.", "reason")
@@ -207,7 +207,7 @@ class Intake:
         return Taken(accepted, duplicates, tuple(rejected))
 
     def _count(self, pending: _Pending, taken: Taken) -> None:
-        self.metrics.accepted.labels(pending.model, pending.source).inc(taken.accepted)
+        self.metrics.accepted.labels(pending.model).inc(taken.accepted)
         self.metrics.duplicates.labels(pending.model).inc(taken.duplicates)
         for _, reason in taken.rejected:
             self.metrics.rejected.labels(pending.model, reason).inc()
