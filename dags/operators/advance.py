@@ -22,11 +22,13 @@ ORDER = list(State)
 
 
 class AdvanceOperator(BaseOperator):
-    """Does the work of `state`. An episode that is past it is left alone: clearing a task is safe.
+    """Advances an episode until it is past `state`; one that is past it already is left alone.
+
+    So clearing a task is safe.
 
     Args:
         model: name of the model under care.
-        state: the state whose work this task does.
+        state: the last state whose work this task does.
         episode_id: template; usually the XCom of the task that opened the episode.
 
     The task is skipped when the episode has ended without an error, and fails when it has failed.
@@ -44,8 +46,11 @@ class AdvanceOperator(BaseOperator):
         actor = f"airflow:{context['dag_run'].run_id}"
         with airflow_errors(), open_rooms(self.model) as rooms:
             episode = rooms.ledger.episode(self.episode_id)
-            if episode.state is self.state:
+            while episode.is_open and ORDER.index(episode.state) <= ORDER.index(self.state):
+                before = episode
                 episode = rooms.advance(episode.id, actor=actor)
+                if episode == before:
+                    break
         return settle(episode, self.state)
 
 
