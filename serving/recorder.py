@@ -1,0 +1,272 @@
+"""The recorder: what the router captured becomes the prediction log, masked, exactly once.
+
+    python -m serving.recorder
+
+Takes lines from the spool in batches of about a second, at most 10,000 lines, and writes Parquet
+under `Store.predictions(model)/date=/hour=/`, by the time of the request. A batch is on disk (file
+and folder synced, renamed) before its offset is saved; its files are named after where it starts in
+the spool, so that a batch that is taken again replaces itself. SIGTERM drains and exits with 0.
+
+A line that gives no row is counted by reason and kept in the spool folder (bounded, unmasked, so
+never on lasting disk). When the backlog, Envoy's own buffer or the disk pass their limits, capture
+is suspended through Envoy's admin interface and the suspended time is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pyarrow as pa
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from perennial.errors import PerennialError
+from perennial.records import prediction_schema
+from perennial.settings import Settings
+from perennial.spec import ModelSpec, load_specs
+from perennial.store import Store
+from serving.capture import Call, Reason, Unparsable, parse_line, rows
+from serving.parquet import write_parquet
+from serving.router.envoy import admin_url, capture_log, set_capture_percent
+from serving.sequence import SequenceGaps
+from serving.spool import Batch, Spool, exclusive
+
+logger = logging.getLogger(__name__)
+
+BATCH_S: Final = 1.0
+_UNPARSABLE_BYTES: Final = 16 << 20
+
+
+class Metrics:
+    """What the recorder tells Prometheus."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        prefix = "perennial_recorder"
+        self.records = Counter(
+            f"{prefix}_records", "Rows written.", ["model", "arm", "route"], registry=registry
+        )
+        self.unparsable = Counter(
+            f"{prefix}_unparsable", "Calls that gave no row.", ["reason"], registry=registry
+        )
+        self.lost = Counter(
+            f"{prefix}_lost", "Captured calls whose line never came.", registry=registry
+        )
+        self.suspended_s = Counter(
+            f"{prefix}_suspended_seconds", "How long capture was suspended.", registry=registry
+        )
+        self.backlog_bytes = Gauge(
+            f"{prefix}_backlog_bytes", "Spool that is not in the log yet.", registry=registry
+        )
+        self.lag_s = Gauge(
+            f"{prefix}_lag_seconds", "Age of the newest row when it was written.", registry=registry
+        )
+        for reason in Reason:
+            self.unparsable.labels(reason)
+
+
+class Writer:
+    """Batches of captured lines as Parquet files of the prediction log."""
+
+    def __init__(
+        self,
+        store: Store,
+        specs: Mapping[str, ModelSpec],
+        secret: bytes,
+        metrics: Metrics,
+        rejects: Path,
+    ) -> None:
+        self._store = store
+        self._specs = specs
+        self._schemas = {name: prediction_schema(spec) for name, spec in specs.items()}
+        self._secret = secret
+        self._metrics = metrics
+        self._rejects = rejects
+        self._gaps = SequenceGaps()
+
+    def write(self, batch: Batch) -> None:
+        """Writes the batch's rows. When it returns, they are on disk."""
+        partitions: dict[tuple[str, Path], list[dict[str, Any]]] = defaultdict(list)
+        rejected: list[tuple[Reason, bytes]] = [(Reason.LINE, b"")] * batch.torn
+        newest: datetime | None = None
+        for line in batch.lines:
+            try:
+                call = parse_line(line)
+                self._follow(call)
+                model, found = rows(call, self._specs, self._secret)
+            except Unparsable as error:
+                logger.debug("line in %s: %s", batch.id, error)
+                rejected.append((error.reason, line))
+                continue
+            folder = self._store.predictions(model) / f"date={call.time:%Y-%m-%d}"
+            partitions[model, folder / f"hour={call.time:%H}"] += found
+            newest = max(newest or call.time, call.time)
+        for (model, folder), found in partitions.items():
+            table = pa.Table.from_pylist(found, schema=self._schemas[model])
+            write_parquet(table, folder / f"{batch.id}.parquet")
+        for (model, _), found in partitions.items():
+            for row in found:
+                self._metrics.records.labels(model, row["arm"], row["route"]).inc()
+        self._keep(rejected)
+        if newest is not None:
+            self._metrics.lag_s.set(max(0.0, time.time() - newest.timestamp()))
+
+    def _follow(self, call: Call) -> None:
+        self._metrics.lost.inc(self._gaps.see(call.worker, call.sequence))
+
+    def _keep(self, rejected: list[tuple[Reason, bytes]]) -> None:
+        for reason, _ in rejected:
+            self._metrics.unparsable.labels(reason).inc()
+        if not rejected:
+            return
+        if self._rejects.exists() and self._rejects.stat().st_size > _UNPARSABLE_BYTES:
+            self._rejects.rename(self._rejects.with_suffix(".old"))
+        descriptor = os.open(self._rejects, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(b"%s\t%s\n" % (reason.encode(), line) for reason, line in rejected)
+
+
+@dataclass
+class Guard:
+    """Suspends capture before it fills memory or disk, and resumes it.
+
+    Args:
+        client: of the router's admin interface.
+        folders: whose disks must keep `min_free_bytes`.
+        percent: of the calls to capture while nothing is wrong.
+    """
+
+    client: httpx.Client
+    metrics: Metrics
+    folders: tuple[Path, ...]
+    percent: int
+    max_backlog_bytes: int = 256 << 20
+    max_buffered_bytes: int = 64 << 20
+    min_free_bytes: int = 512 << 20
+    _applied: int | None = None
+    _last: float = 0.0
+
+    def check(self, backlog_bytes: int) -> None:
+        """Call about once a second, with the spool's backlog."""
+        now = time.monotonic()
+        if self._applied == 0:
+            self.metrics.suspended_s.inc(now - self._last)
+        self._last = now
+        reason = self._reason(backlog_bytes)
+        if reason:
+            # Said again each time: a router that restarted has forgotten it.
+            self._set(0, reason)
+        elif self._applied is None:
+            # Whoever recorded before may have been killed while capture was suspended.
+            self._set(self.percent, "recording")
+        elif self._applied == 0 and backlog_bytes < self.max_backlog_bytes // 4:
+            self._set(self.percent, "the backlog is taken")
+
+    def _reason(self, backlog_bytes: int) -> str | None:
+        if backlog_bytes > self.max_backlog_bytes:
+            return f"backlog of {backlog_bytes} bytes"
+        if (buffered := self._buffered_bytes()) > self.max_buffered_bytes:
+            return f"the router holds {buffered} bytes: its disk hangs"
+        for folder in self.folders:
+            if (free := shutil.disk_usage(folder).free) < self.min_free_bytes:
+                return f"{free} bytes free on the disk of {folder}"
+        return None
+
+    def _buffered_bytes(self) -> int:
+        try:
+            reply = self.client.get("/stats", params={"filter": "^filesystem.write_total_buffered"})
+            reply.raise_for_status()
+            return int(reply.text.rpartition(":")[2] or 0)
+        except (httpx.HTTPError, ValueError):
+            # A router that is away buffers nothing.
+            return 0
+
+    def _set(self, percent: int, reason: str) -> None:
+        try:
+            set_capture_percent(self.client, percent)
+        except httpx.HTTPError as error:
+            logger.debug("capture could not be set to %d %%: %s", percent, error)
+            return
+        if self._applied != percent:
+            logger.warning("capture at %d %%: %s", percent, reason)
+        self._applied = percent
+
+
+def run(settings: Settings, stop: threading.Event) -> None:
+    """Records until `stop` is set, then drains.
+
+    Raises:
+        Conflict: `recorder.running`.
+        Permanent: from `load_specs`, `Store` or `Spool`.
+    """
+    store = Store(settings.store)
+    specs = load_specs(settings.models_dir, settings.profile)
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    active = capture_log(settings)
+    with (
+        exclusive(active.parent),
+        httpx.Client(base_url=admin_url(settings), timeout=1.0, trust_env=False) as client,
+    ):
+        spool = Spool(active, settings.run_dir / "recorder.json", lambda: _reopen(client))
+        writer = Writer(
+            store, specs, settings.key_secret(), metrics, active.with_name("unparsable.txt")
+        )
+        store.root.mkdir(parents=True, exist_ok=True)
+        guard = Guard(client, metrics, (store.root, active.parent), settings.capture_percent)
+        server, thread = start_http_server(
+            settings.recorder_metrics_port, addr=settings.bind, registry=registry
+        )
+        logger.info("recording %s into %s", active, store.root)
+        try:
+            while True:
+                last = stop.wait(BATCH_S)
+                for batch in spool.batches():
+                    writer.write(batch)
+                    spool.commit(batch)
+                metrics.unparsable.labels(Reason.LINE).inc(spool.rotate())
+                backlog = spool.backlog_bytes()
+                metrics.backlog_bytes.set(backlog)
+                guard.check(backlog)
+                if last:
+                    return
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def _reopen(client: httpx.Client) -> None:
+    try:
+        client.post("/reopen_logs").raise_for_status()
+    except httpx.HTTPError as error:
+        logger.warning("the router did not reopen its log, asking again: %s", error)
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        run(Settings.from_environment(), stop)
+    except PerennialError as error:
+        logger.error("%s", error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

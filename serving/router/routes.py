@@ -1,0 +1,361 @@
+"""Routes: which share of each model's calls the canary gets, as Envoy's file-based RDS.
+
+A routing key always meets the same arm: the arm is a salted hash of `x-routing-key` (of the request
+id for calls without one) against the canary's share. A growing share keeps the keys that were on
+the canary and adds others; another salt draws independently.
+
+The routes of a model, in order. `forced` and `split` exist as twins: the first captures, for the
+percentage in Envoy's runtime key `perennial.capture_percent`; the second does not.
+
+    forced    header `x-perennial-arm: canary|stable`, for testers; no fallback
+    split     by share; a canary that is away, refuses or lacks the model falls back on stable, once
+    default   gRPC without a model's header while several models are declared: stable, no experiment
+
+gRPC hides the model's name in the body, so a call says `x-perennial-model: NAME`. While exactly one
+model is declared, its routes also take the calls without that header. REST says it in the path.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from perennial.errors import Permanent, Retryable
+from perennial.settings import Settings
+from perennial.spec import NAME_FORM
+from perennial.store import write_atomic
+
+ROUTE_CONFIG: Final = "perennial"
+CAPTURE_KEY: Final = "perennial.capture_percent"
+TOTAL_WEIGHT: Final = 100_000
+"""Resolution of a share: one in a hundred thousand. Constant, so that a growing share nests."""
+
+_TYPE = "type.googleapis.com/envoy."
+_SALT_FORM = re.compile(r"[A-Za-z0-9._-]{1,80}")
+_SERVICE = "/tensorflow.serving.PredictionService/"
+_LUA = "envoy.filters.http.lua"
+_NO_CAPTURE = {
+    _LUA: {"@type": f"{_TYPE}extensions.filters.http.lua.v3.LuaPerRoute", "disabled": True}
+}
+_RETRY_GRPC = {
+    # 5 = NOT_FOUND: the canary has no such model (yet, or no more); stable does.
+    "retry_on": "unavailable,retriable-headers,connect-failure,refused-stream",
+    "retriable_headers": [{"name": "grpc-status", "string_match": {"exact": "5"}}],
+    "num_retries": 1,
+    "retry_back_off": {"base_interval": "0.005s"},
+}
+_RETRY_REST = {
+    "retry_on": "retriable-status-codes,connect-failure,refused-stream,reset-before-request",
+    "retriable_status_codes": [404, 503],
+    "num_retries": 1,
+    "retry_back_off": {"base_interval": "0.005s"},
+}
+
+
+@dataclass(frozen=True)
+class ModelRouting:
+    """One model's split.
+
+    Args:
+        share: of the calls that the canary gets, 0 to 1; with 0 it gets none.
+        salt: of the hash, one per episode: letters, digits, `.`, `_`, `-`.
+
+    Raises:
+        Permanent: `router.share` or `router.salt`.
+    """
+
+    share: float
+    salt: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1 or (self.share > 0 and self.canary_weight == 0):
+            raise Permanent(
+                "router.share",
+                f"share {self.share!r} is neither 0 nor between {1 / TOTAL_WEIGHT:g} and 1",
+                share=self.share,
+            )
+        if not _SALT_FORM.fullmatch(self.salt):
+            raise Permanent(
+                "router.salt", f"salt {self.salt!r} does not match {_SALT_FORM.pattern}"
+            )
+
+    @property
+    def canary_weight(self) -> int:
+        """Of `TOTAL_WEIGHT`."""
+        return round(self.share * TOTAL_WEIGHT)
+
+
+@dataclass(frozen=True)
+class DeclaredRoutes:
+    """What a routes file declares: its version and each model's split."""
+
+    version: str
+    models: dict[str, ModelRouting]
+
+
+def routes_path(settings: Settings) -> Path:
+    """The file that Envoy watches."""
+    return settings.run_dir / "router" / "routes.json"
+
+
+def route_configuration(
+    models: Mapping[str, ModelRouting],
+    *,
+    capture_percent: int = 100,
+    max_duration_s: float = 60.0,
+) -> dict[str, Any]:
+    """The RouteConfiguration for `models`, as JSON.
+
+    Args:
+        models: by name; may be empty (everything goes to stable).
+        capture_percent: share of the predict calls that are captured while nobody changed the
+            runtime key.
+        max_duration_s: longest call; a client's shorter grpc-timeout wins.
+
+    Raises:
+        Permanent: `router.model`, for a name that is no model's.
+    """
+    alone = next(iter(models)) if len(models) == 1 else None
+    builder = _Builder(capture_percent, max_duration_s)
+    routes: list[dict[str, Any]] = []
+    for name, routing in sorted(models.items()):
+        if not NAME_FORM.fullmatch(name):
+            raise Permanent("router.model", f"{name!r} is not a model's name", model=name)
+        header = {"name": "x-perennial-model", "string_match": {"exact": name}}
+        routes += builder.grpc(name, routing, [header])
+        if name == alone:
+            absent = {"name": "x-perennial-model", "present_match": True, "invert_match": True}
+            routes += builder.grpc(name, routing, [absent])
+        routes += builder.rest(name, routing)
+    routes += builder.rest_of_all()
+    return {
+        "@type": f"{_TYPE}config.route.v3.RouteConfiguration",
+        "name": ROUTE_CONFIG,
+        # Without it a route to an unknown cluster is accepted, and every call on it fails.
+        "validate_clusters": True,
+        "virtual_hosts": [
+            {
+                "name": "models",
+                "domains": ["*"],
+                "routes": routes,
+                "include_attempt_count_in_response": True,
+            }
+        ],
+        "response_headers_to_add": [
+            {
+                "header": {
+                    "key": "x-perennial-arm",
+                    "value": "%UPSTREAM_METADATA(perennial:arm)%",
+                },
+                "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+            }
+        ],
+        "metadata": {
+            "filter_metadata": {
+                "perennial": {
+                    "models": {
+                        name: {"share": routing.share, "salt": routing.salt}
+                        for name, routing in models.items()
+                    }
+                }
+            }
+        },
+    }
+
+
+def write_routes(
+    path: Path, models: Mapping[str, ModelRouting], *, capture_percent: int = 100
+) -> str:
+    """Replaces the routes that Envoy watches, atomically; returns the new version.
+
+    Writing what is already declared makes a new version too. `wait_applied` says when it is in
+    force: some milliseconds later.
+    """
+    version = str(time.time_ns())
+    resource = route_configuration(models, capture_percent=capture_percent)
+    content = {"version_info": version, "resources": [resource]}
+    write_atomic(path, json.dumps(content, indent=1).encode())
+    return version
+
+
+def read_routes(path: Path) -> DeclaredRoutes:
+    """What the routes file declares.
+
+    Raises:
+        Permanent: `router.routes`, when the file is missing or not one of ours.
+    """
+    try:
+        content = json.loads(path.read_text())
+        declared = content["resources"][0]["metadata"]["filter_metadata"]["perennial"]["models"]
+        models = {
+            name: ModelRouting(float(entry["share"]), entry["salt"])
+            for name, entry in declared.items()
+        }
+        return DeclaredRoutes(content["version_info"], models)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise Permanent(
+            "router.routes",
+            f"{path} declares no routes: {error}",
+            hint="write them with serving.router.routes.write_routes",
+        ) from error
+
+
+def wait_applied(admin_url: str, version: str, deadline_s: float) -> None:
+    """Waits until Envoy routes by `version`, or by a later one.
+
+    Raises:
+        Retryable: `router.rejected`, when Envoy refused the file (the old routes are in force);
+            `router.unreachable`, when Envoy did not answer or did not take it before the deadline.
+    """
+    deadline = time.monotonic() + deadline_s
+    problem, refused_before, refused = "no answer", None, 0
+    with httpx.Client(base_url=admin_url, timeout=max(deadline_s, 0.1), trust_env=False) as client:
+        while True:
+            try:
+                in_force, refused = _state(client)
+            except (httpx.HTTPError, ValueError) as error:
+                problem = str(error) or type(error).__name__
+            else:
+                if in_force >= int(version):
+                    return
+                refused_before = refused if refused_before is None else refused_before
+                problem = f"routes {in_force or 'none'} are in force"
+            late = time.monotonic() >= deadline
+            # Envoy counts its refusals, it doesn't name them. One that was counted before the first
+            # look is ours if the version has not come into force by the deadline.
+            if refused_before is not None and refused > (0 if late else refused_before):
+                raise Retryable(
+                    "router.rejected",
+                    f"Envoy at {admin_url} refused routes {version}: {problem}",
+                    hint="its log says why; the routes before it stay in force",
+                    version=version,
+                )
+            if late:
+                raise Retryable(
+                    "router.unreachable",
+                    f"Envoy at {admin_url} did not take routes {version} within "
+                    f"{deadline_s:g} s: {problem}",
+                    hint="is the router running, and does it watch this file?",
+                    version=version,
+                )
+            time.sleep(0.01)
+
+
+def _state(client: httpx.Client) -> tuple[int, int]:
+    """(version in force or 0, how many files were refused since Envoy started)."""
+    prefix = f"http.router.rds.{ROUTE_CONFIG}."
+    reply = client.get("/stats", params={"filter": f"^{re.escape(prefix)}"})
+    reply.raise_for_status()
+    stats = dict(
+        line.removeprefix(prefix).split(": ", 1)
+        for line in reply.text.splitlines()
+        if line.startswith(prefix)
+    )
+    refused = int(stats.get("update_rejected", 0)) + int(stats.get("update_failure", 0))
+    return int(stats.get("version_text", "").strip('"') or 0), refused
+
+
+@dataclass(frozen=True)
+class _Builder:
+    capture_percent: int
+    max_duration_s: float
+
+    def grpc(
+        self, model: str, routing: ModelRouting, headers: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        captured = {"path": f"{_SERVICE}Predict"}
+        rest = {"prefix": _SERVICE}
+        return self._of_model(model, routing, headers, captured, rest, "", _RETRY_GRPC)
+
+    def rest(self, model: str, routing: ModelRouting) -> list[dict[str, Any]]:
+        base = rf"/v1/models/{model}(/versions/\d+|/labels/[^/:]+)?"
+        post = [{"name": ":method", "string_match": {"exact": "POST"}}]
+        captured = {"safe_regex": {"regex": f"{base}:predict"}}
+        rest = {"safe_regex": {"regex": f"{base}:(predict|classify|regress)"}}
+        return self._of_model(model, routing, post, captured, rest, "_rest", _RETRY_REST)
+
+    def rest_of_all(self) -> list[dict[str, Any]]:
+        """What belongs to no experiment: gRPC for no declared model, status over REST."""
+        grpc = self._route("default", "", {"cluster": "stable"})
+        return [
+            *self._twins(grpc, [], {"path": f"{_SERVICE}Predict"}, {"prefix": _SERVICE}),
+            {
+                **self._route("default", "", {"cluster": "stable_rest"}),
+                "match": {"prefix": "/v1/models/"},
+                "typed_per_filter_config": _NO_CAPTURE,
+            },
+        ]
+
+    def _of_model(
+        self,
+        model: str,
+        routing: ModelRouting,
+        headers: list[dict[str, Any]],
+        captured: dict[str, Any],
+        rest: dict[str, Any],
+        suffix: str,
+        retry: dict[str, Any],
+    ) -> list[dict[str, Any]]:
+        routes = []
+        for arm in ("canary", "stable"):
+            forced = {"name": "x-perennial-arm", "string_match": {"exact": arm}}
+            route = self._route("forced", model, {"cluster": f"{arm}{suffix}"})
+            routes += self._twins(route, [*headers, forced], captured, rest)
+        rewrite = {"pattern": {"regex": "^(.*)$"}, "substitution": f"{routing.salt}:\\1"}
+        split = {
+            "weighted_clusters": {
+                "use_hash_policy": True,
+                "clusters": [
+                    {"name": f"stable{suffix}", "weight": TOTAL_WEIGHT - routing.canary_weight},
+                    {"name": f"canary_or_stable{suffix}", "weight": routing.canary_weight},
+                ],
+            },
+            # The hash of the request id, for calls without a key, is not a luxury: without it the
+            # arm is drawn from the same random number as the capture's sampling.
+            "hash_policy": [
+                {
+                    "header": {"header_name": "x-routing-key", "regex_rewrite": rewrite},
+                    "terminal": True,
+                },
+                {"header": {"header_name": "x-request-id", "regex_rewrite": rewrite}},
+            ],
+            "retry_policy": retry,
+        }
+        return routes + self._twins(self._route("split", model, split), headers, captured, rest)
+
+    def _route(self, name: str, model: str, action: dict[str, Any]) -> dict[str, Any]:
+        longest = f"{self.max_duration_s:g}s"
+        # gRPC: the client's grpc-timeout, up to ours. REST has no such header and ignores it.
+        limits = {"timeout": longest, "max_stream_duration": {"grpc_timeout_header_max": longest}}
+        return {
+            "name": name,
+            "route": {**limits, **action},
+            "metadata": {"filter_metadata": {"perennial": {"model": model}}},
+        }
+
+    def _twins(
+        self,
+        route: dict[str, Any],
+        headers: list[dict[str, Any]],
+        captured: dict[str, Any],
+        rest: dict[str, Any],
+    ) -> list[dict[str, Any]]:
+        sampled = {
+            "runtime_key": CAPTURE_KEY,
+            "default_value": {"numerator": self.capture_percent, "denominator": "HUNDRED"},
+        }
+        return [
+            {**route, "match": {**captured, "headers": headers, "runtime_fraction": sampled}},
+            {
+                **route,
+                "match": {**rest, "headers": headers},
+                "typed_per_filter_config": _NO_CAPTURE,
+            },
+        ]
