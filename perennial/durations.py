@@ -35,7 +35,7 @@ def format_duration(value: timedelta) -> str:
     for unit in ("w", "d", "h", "m"):
         if seconds and seconds % _UNIT_S[unit] == 0:
             return f"{int(seconds // _UNIT_S[unit])}{unit}"
-    return f"{seconds:g}s"
+    return f"{seconds:.6f}".rstrip("0").rstrip(".") + "s"
 
 
 Duration = Annotated[

@@ -290,7 +290,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise Permanent(
-            "spec.missing", f"{path} does not exist", hint="`perennial init NAME` writes one"
+            "spec.missing", f"{path} does not exist", hint="models/flights shows one that works"
         ) from None
     except yaml.YAMLError as error:
         raise Permanent("spec.syntax", f"{path}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,48 @@
+"""What every DAG file shares: the models under care, their assets, defaults. No heavy import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from airflow.sdk import Asset, get_parsing_context
+
+from perennial.settings import Settings
+from perennial.spec import ModelSpec, load_specs
+
+DEFAULT_ARGS: dict[str, Any] = {
+    "retries": 5,
+    "retry_delay": timedelta(seconds=5),
+    "retry_exponential_backoff": 2.0,
+    "max_retry_delay": timedelta(minutes=5),
+}
+
+
+@cache
+def settings() -> Settings:
+    return Settings.from_environment()
+
+
+def models(kind: str) -> Iterator[tuple[str, ModelSpec]]:
+    """(DAG id, spec) of every model; only the one asked for while a task parses its own DAG.
+
+    Raises:
+        Permanent: from `load_specs`; Airflow shows it as the file's import error.
+    """
+    wanted = get_parsing_context().dag_id
+    for name, spec in load_specs(settings().models_dir, settings().profile).items():
+        dag_id = f"{name}.{kind}"
+        if wanted in (None, dag_id):
+            yield dag_id, spec
+
+
+def retrain_asset(model: str) -> Asset:
+    """An episode was opened; partition key = its id."""
+    return Asset(name=f"{model}.retrain_requested", uri=f"perennial://{model}/retrain")
+
+
+def release_asset(model: str) -> Asset:
+    """A version was published; partition key = its episode's id."""
+    return Asset(name=f"{model}.version_published", uri=f"perennial://{model}/release")

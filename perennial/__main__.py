@@ -1,0 +1,3 @@
+from perennial.cli import main
+
+main()

@@ -1,0 +1,233 @@
+"""Puts the parts together: configuration, models, then the ports, and at the end the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from importlib.metadata import version as package_version
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from tensorflow_serving.apis import model_service_pb2_grpc, prediction_service_pb2_grpc
+
+from serving.embedded import config as configs
+from serving.embedded.flags import Flags, channel_options
+from serving.embedded.inference import Core, ModelService, PredictionService
+from serving.embedded.manager import Manager, Options
+from serving.embedded.metrics import Metrics
+from serving.embedded.rest import Connection, Handler
+from serving.embedded.servable import LoadOptions, Servable
+from serving.embedded.status import Code, StatusError, invalid
+from serving.embedded.warmup import warm_up
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 10.0
+_HEALTH_NAMES = ("", "ModelService", "PredictionService")
+
+
+async def serve(flags: Flags) -> None:
+    """Loads what is configured, opens the ports, serves until SIGTERM or SIGINT, drains.
+
+    Raises:
+        StatusError: it could not start.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    config, metrics_path = _configuration(flags)
+    metrics = Metrics()
+    manager = _manager(flags, metrics)
+    core = Core(manager, metrics, threads=flags.grpc_max_threads)
+    try:
+        if not await _until_stopped(
+            stop, asyncio.to_thread(manager.reload, config, missing_model_s=None)
+        ):
+            return
+        if flags.model_config_file and flags.model_config_file_poll_wait_seconds > 0:
+            _poll_config_file(flags, manager)
+        grpc_server, health_service = await _start_grpc(flags, core)
+        async with _rest(flags, core, metrics_path):
+            await stop.wait()
+            log.info("draining")
+            if health_service is not None:
+                await health_service.enter_graceful_shutdown()
+            await grpc_server.stop(DRAIN_S)
+    except StatusError as error:
+        # The real server says "servable(s)" here and "model(s)" on a reload.
+        raise StatusError(
+            error.code, error.message.replace(" model(s) ", " servable(s) ", 1)
+        ) from error
+    finally:
+        manager.stop()
+        core.close()
+
+
+async def _until_stopped(stop: asyncio.Event, work) -> bool:  # type: ignore[no-untyped-def]
+    """Whether the work ended before a signal came; re-raises what it raised."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        return False
+    task.result()
+    return True
+
+
+def _configuration(flags: Flags) -> tuple[configs.ModelServerConfig, str]:
+    if not flags.model_base_path and not flags.model_config_file:
+        raise invalid(
+            "Both server_options.model_base_path and server_options.model_config_file are empty!"
+        )
+    if flags.port == 0 and not flags.grpc_socket_path:
+        raise invalid("At least one of server_options.port or grpc_socket_path must be set.")
+    metrics_path = ""
+    if flags.monitoring_config_file:
+        metrics_path = configs.read_metrics_path(Path(flags.monitoring_config_file))
+    if flags.model_config_file:
+        return configs.read_server_config(Path(flags.model_config_file)), metrics_path
+    return configs.single_model(flags.model_name, flags.model_base_path), metrics_path
+
+
+def _manager(flags: Flags, metrics: Metrics) -> Manager:
+    session_threads = flags.tensorflow_session_parallelism
+    load_options = LoadOptions(
+        tags=tuple(flags.saved_model_tags.split(",")),
+        intra_op=session_threads or flags.tensorflow_intra_op_parallelism,
+        inter_op=session_threads or flags.tensorflow_inter_op_parallelism,
+        check_method_name=flags.enable_signature_method_name_check,
+    )
+    iterations = max(1, flags.num_request_iterations_for_warmup)
+
+    def load(model: str, version: int, folder: Path) -> Servable:
+        path = str(folder)
+        started = time.perf_counter()
+        try:
+            servable = Servable.load(model, version, folder, load_options)
+            if flags.enable_model_warmup:
+                warming = time.perf_counter()
+                if warm_up(servable, folder, iterations=iterations):
+                    elapsed_us = (time.perf_counter() - warming) * 1e6
+                    metrics.warmup_latency.observe(path, "OK", value=elapsed_us)
+        except StatusError:
+            metrics.load_attempts.add(path, "fail")
+            raise
+        metrics.load_attempts.add(path, "success")
+        metrics.load_latency.add(path, by=int((time.perf_counter() - started) * 1e6))
+        return servable
+
+    manager = Manager(
+        load,
+        Options(
+            poll_s=flags.file_system_poll_wait_seconds,
+            max_retries=flags.max_num_load_retries,
+            retry_interval_s=flags.load_retry_interval_micros / 1e6,
+            early_labels=flags.allow_version_labels_for_unavailable_models,
+        ),
+    )
+    metrics.gauge(
+        "perennial_serving_version_available",
+        ("model", "version"),
+        lambda: (
+            ((model, str(version)), 1.0)
+            for model, versions in manager.available().items()
+            for version in versions
+        ),
+    )
+    build = (package_version("tensorflow"),)
+    metrics.gauge("perennial_serving_build_info", ("tensorflow",), lambda: [(build, 1.0)])
+    return manager
+
+
+async def _start_grpc(
+    flags: Flags, core: Core
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer | None]:
+    options = [
+        # A second server on the same port must fail, not share it.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+        *channel_options(flags.grpc_channel_arguments),
+    ]
+    server = grpc.aio.server(options=options)
+    prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server(
+        PredictionService(core, as_content=flags.enable_serialization_as_tensor_content), server
+    )
+    model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(core), server)
+    health_service = None
+    if flags.enable_grpc_healthcheck_service:
+        health_service = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+        for name in _HEALTH_NAMES:
+            await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
+    addresses = [f"{flags.bind_address}:{flags.port}"] if flags.port else []
+    if flags.grpc_socket_path:
+        addresses.append(f"unix:{flags.grpc_socket_path}")
+    for address in addresses:
+        try:
+            server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StatusError(Code.UNAVAILABLE, f"cannot listen on {address}: {error}") from error
+    await server.start()
+    log.info("Running gRPC ModelServer at %s ...", ", ".join(addresses))
+    return server, health_service
+
+
+@contextlib.asynccontextmanager
+async def _rest(flags: Flags, core: Core, metrics_path: str):  # type: ignore[no-untyped-def]
+    """Serves HTTP inside the block; at its end, answers what was asked and closes."""
+    if not flags.rest_api_port:
+        yield
+        return
+    if flags.rest_api_port == flags.port:
+        log.error("--rest_api_port is the same as --port: no REST API is served")
+        yield
+        return
+    handler = Handler(core, metrics_path=metrics_path, cors=flags.rest_api_enable_cors_support)
+    connections: set[Connection] = set()
+    try:
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(handler, connections),
+            flags.bind_address,
+            flags.rest_api_port,
+            backlog=1024,
+        )
+    except OSError as error:
+        raise StatusError(
+            Code.UNAVAILABLE, f"cannot listen on port {flags.rest_api_port}: {error}"
+        ) from error
+    log.info("Exporting HTTP/REST API at:%s:%d ...", flags.bind_address, flags.rest_api_port)
+    try:
+        yield
+    finally:
+        server.close()
+        tasks = [task for connection in list(connections) if (task := connection.drain())]
+        if tasks:
+            await asyncio.wait(tasks, timeout=DRAIN_S)
+
+
+def _poll_config_file(flags: Flags, manager: Manager) -> None:
+    """Reloads the file again and again, as the real server does: changed or not."""
+
+    def poll() -> None:
+        path = Path(flags.model_config_file)
+        while True:
+            time.sleep(flags.model_config_file_poll_wait_seconds)
+            try:
+                manager.reload(configs.read_server_config(path))
+            except StatusError as error:
+                log.error(
+                    "PollFilesystemAndReloadConfig failed to ReloadConfig: %s (process %d)",
+                    error,
+                    os.getpid(),
+                )
+
+    threading.Thread(target=poll, name="config", daemon=True).start()

@@ -1,0 +1,126 @@
+"""Every private call into TensorFlow, in one place.
+
+TensorFlow 2.21 offers no public way to run a SavedModel as the C++ server does: `Session.run` and
+`signatures[...]` cost 10 to 20 times more per call on a small model and make other checks. A
+callable made from `CallableOptions` with `inter_op_thread_pool = -1` runs in the caller's thread,
+releases the GIL and raises the C++ error. tests/serving/test_session.py fails when that moves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
+
+from serving.embedded.status import Code, StatusError
+
+logging.getLogger("tensorflow").setLevel(logging.ERROR)
+
+# Callables kept per version: one per set of input and output tensors that clients ask for.
+MAX_CALLABLES = 64
+
+Run = Callable[..., list[np.ndarray]]
+
+
+class Session:
+    """One loaded SavedModel.
+
+    Attributes:
+        signatures: the SavedModel's SignatureDefs by name.
+    """
+
+    def __init__(
+        self,
+        session: tf.compat.v1.Session,
+        signatures: Mapping[str, meta_graph_pb2.SignatureDef],
+    ) -> None:
+        self._session = session
+        self.signatures = signatures
+        self._lock = threading.Lock()
+        self._make = lru_cache(maxsize=MAX_CALLABLES)(self._make_callable)
+
+    def callable(self, feeds: tuple[str, ...], fetches: tuple[str, ...]) -> Run:
+        """A function from arrays, in the order of `feeds`, to arrays in the order of `fetches`.
+
+        It raises `tf.errors.OpError` with the runtime's own code and message.
+        """
+        with self._lock:
+            return self._make(feeds, fetches)
+
+    def _make_callable(self, feeds: tuple[str, ...], fetches: tuple[str, ...]) -> Run:
+        options = config_pb2.CallableOptions(feed=feeds, fetch=fetches)
+        options.run_options.inter_op_thread_pool = -1
+        return self._session._make_callable_from_options(options)
+
+    def close(self) -> None:
+        self._make.cache_clear()
+        self._session.close()
+
+
+def load(folder: Path, *, tags: Sequence[str], intra_op: int, inter_op: int) -> Session:
+    """Loads a SavedModel into its own graph.
+
+    Raises:
+        StatusError: with the code and the words of the C++ server where it has its own.
+    """
+    if not any((folder / name).is_file() for name in ("saved_model.pb", "saved_model.pbtxt")):
+        raise StatusError(
+            Code.NOT_FOUND,
+            "Specified file path does not appear to contain a SavedModel bundle (should have a "
+            f"file called `saved_model.pb`)\nSpecified file path: {folder}",
+        )
+    config = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=intra_op, inter_op_parallelism_threads=inter_op
+    )
+    graph = tf.Graph()
+    session = tf.compat.v1.Session(graph=graph, config=config)
+    try:
+        with graph.as_default():
+            meta_graph = tf.compat.v1.saved_model.load(session, list(tags), str(folder))
+        graph.finalize()
+    except tf.errors.OpError as error:
+        session.close()
+        raise status_of(error) from error
+    except RuntimeError as error:
+        session.close()
+        if "MetaGraphDef associated with tags" not in str(error):
+            raise StatusError(Code.INTERNAL, f"{folder}: {error}") from error
+        raise StatusError(
+            Code.NOT_FOUND,
+            f"Could not find meta graph def matching supplied tags: {{ {' '.join(tags)} }}. "
+            f"{error}",
+        ) from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        session.close()
+        raise StatusError(Code.DATA_LOSS, f"{folder}: {error}") from error
+    return Session(session, dict(meta_graph.signature_def))
+
+
+def status_of(error: tf.errors.OpError) -> StatusError:
+    """The runtime's error as the client sees it."""
+    return StatusError(Code(error.error_code), error.message)
+
+
+def numpy_type(dtype: int) -> Any:
+    """The numpy type of a `tensorflow.DataType`; strings are `object`.
+
+    Raises:
+        TypeError: a type that numpy has no form of.
+    """
+    return tf.dtypes.as_dtype(dtype).as_numpy_dtype
+
+
+def type_name(dtype: int) -> str:
+    """`float`, `string`, ... as the C++ runtime writes it."""
+    try:
+        name = str(tf.dtypes.as_dtype(dtype).name)
+    except TypeError:
+        return f"unknown dtype enum ({dtype})"
+    return {"float32": "float", "float64": "double", "float16": "half"}.get(name, name)

@@ -1,0 +1,59 @@
+"""Fixtures that every room uses: one PostgreSQL per session, one empty ledger per test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from perennial.ledger import Ledger
+from perennial.local.postgres import database_url, running_postgres
+from perennial.settings import Settings
+from perennial.spec import ModelSpec, load_spec
+
+REPOSITORY = Path(__file__).parent.parent
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """Settings whose embedded PostgreSQL runs until the session ends."""
+    settings = Settings(home=tmp_path_factory.mktemp("home"))
+    with running_postgres(settings):
+        yield settings
+
+
+@pytest.fixture(scope="session")
+def _template(postgres: Settings) -> str:
+    ledger = Ledger(database_url(postgres, "perennial"))
+    ledger.migrate()
+    ledger.close()
+    return "perennial"
+
+
+@pytest.fixture
+def ledger_url(postgres: Settings, _template: str) -> Iterator[str]:
+    """URL of a fresh, migrated ledger database, dropped after the test."""
+    name = f"ledger_{next(_numbers)}"
+    admin = create_engine(database_url(postgres, "postgres"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {_template}"))
+    yield database_url(postgres, name)
+    with admin.connect() as connection:
+        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+    admin.dispose()
+
+
+@pytest.fixture
+def ledger(ledger_url: str) -> Iterator[Ledger]:
+    ledger = Ledger(ledger_url)
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture(scope="session")
+def flights() -> ModelSpec:
+    return load_spec(REPOSITORY / "models" / "flights")

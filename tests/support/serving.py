@@ -1,0 +1,176 @@
+"""A model server in a process of its own, and small SavedModels for it.
+
+The server is the embedded one, or the command in `PERENNIAL_TFS_COMMAND`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+ROOT = Path(__file__).parents[2]
+START_S = 120.0
+STOP_S = 30.0
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any], *, timeout_s: float = 30.0, what: str = "") -> Any:
+    """Polls until the condition is true and returns its value; AssertionError at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
+        time.sleep(0.02)
+    return value
+
+
+@dataclass
+class Server:
+    """A started model server."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    rest_port: int
+    config_file: Path
+    log_file: Path
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def rest_url(self) -> str:
+        return f"http://127.0.0.1:{self.rest_port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def is_open(self) -> bool:
+        """Whether it listens; AssertionError once it has ended."""
+        assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.log}"
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def stop(self) -> int:
+        """Sends SIGTERM and returns the exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait(STOP_S)
+
+
+def is_embedded() -> bool:
+    return not os.environ.get("PERENNIAL_TFS_COMMAND")
+
+
+def server_command() -> list[str]:
+    """The command line of the server under test, without flags."""
+    given = os.environ.get("PERENNIAL_TFS_COMMAND", "")
+    return shlex.split(given) or [sys.executable, "-m", "serving.embedded"]
+
+
+def spawn_server(folder: Path, *, config: str = "", flags: Sequence[str] = ()) -> Server:
+    """Starts a server and does not wait for it.
+
+    Args:
+        folder: where its configuration files and its log go.
+        config: text-format ModelServerConfig; empty: no models yet.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config_file = folder / "models.config"
+    config_file.write_text(config or "model_config_list {}")
+    monitoring_file = folder / "monitoring.config"
+    monitoring_file.write_text("prometheus_config { enable: true }")
+    port, rest_port = free_port(), free_port()
+    log_file = folder / "server.log"
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *server_command(),
+                f"--port={port}",
+                f"--rest_api_port={rest_port}",
+                f"--model_config_file={config_file}",
+                f"--monitoring_config_file={monitoring_file}",
+                "--enable_grpc_healthcheck_service",
+                *flags,
+            ],
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    return Server(process, port, rest_port, config_file, log_file)
+
+
+@contextmanager
+def start_server(folder: Path, *, config: str = "", flags: Sequence[str] = ()) -> Iterator[Server]:
+    """A server that is open, stopped at the end of the block."""
+    server = spawn_server(folder, config=config, flags=flags)
+    try:
+        wait_until(server.is_open, timeout_s=START_S, what="the server opens its port")
+        with grpc.insecure_channel(server.target) as channel:
+            grpc.channel_ready_future(channel).result(START_S)
+        yield server
+    finally:
+        server.stop()
+
+
+def export_model(folder: Path, kind: str, *, scale: float = 2.0) -> Path:
+    """Writes a small SavedModel by `tf.Module` and returns its folder.
+
+    Args:
+        kind: `affine` (x float [n] → y = scale * x), `mixed` (x float [n], k int64 [n],
+            s string [n] → total float [n], echo string [n]).
+    """
+    import tensorflow as tf
+
+    class Affine(tf.Module):
+        def __init__(self) -> None:
+            self.scale = tf.Variable(scale)
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.float32, "x")])
+        def serve(self, x: Any) -> Any:
+            return {"y": x * self.scale}
+
+    class Mixed(tf.Module):
+        def __init__(self) -> None:
+            self.scale = tf.Variable(scale)
+
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([None], tf.float32, "x"),
+                tf.TensorSpec([None], tf.int64, "k"),
+                tf.TensorSpec([None], tf.string, "s"),
+            ]
+        )
+        def serve(self, x: Any, k: Any, s: Any) -> Any:
+            return {
+                "total": x * self.scale + tf.cast(k, tf.float32),
+                "echo": tf.strings.join([s, "!"]),
+            }
+
+    module = {"affine": Affine, "mixed": Mixed}[kind]()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f"tmp-{folder.name}")
+    tf.saved_model.save(module, str(temporary), signatures={"serving_default": module.serve})
+    temporary.rename(folder)
+    return folder
