@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from perennial.errors import PerennialError
 from perennial.spec import ModelSpec
 
 _PR_SET_PDEATHSIG = 1
@@ -53,3 +54,10 @@ def send(descriptor: int, event: dict[str, Any]) -> None:
         line = json.dumps({"event": event["event"], "rank": event.get("rank"), "cut": line[:1500]})
         line += "\n"
     os.write(descriptor, line.encode())
+
+
+def error_from(content: dict[str, Any], *, hint: str = "") -> PerennialError:
+    """The error that a child told by `as_dict`; `hint` where it had none."""
+    kinds = {kind.__name__: kind for kind in PerennialError.__subclasses__()}
+    kind, values = kinds[content["kind"]], content["values"]
+    return kind(content["code"], content["message"], hint=content["hint"] or hint, **values)

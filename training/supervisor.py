@@ -39,7 +39,7 @@ from perennial.store import (
 from training import checkpoint, snapshot
 from training.health import Patience, find_hung
 from training.hooks import Encoding
-from training.process import child_environment, dump_spec
+from training.process import child_environment, dump_spec, error_from
 
 log = logging.getLogger(__name__)
 
@@ -412,10 +412,7 @@ class _Pool:
 def _as_error(event: dict[str, Any], log_path: Path) -> PerennialError:
     if "error" not in event:
         return Permanent("train.worker_error", f"a worker failed: {event['cut']}; see {log_path}")
-    error = event["error"]
-    kinds = {kind.__name__: kind for kind in PerennialError.__subclasses__()}
-    hint = error["hint"] or f"see {log_path}"
-    return kinds[error["kind"]](error["code"], error["message"], hint=hint, **error["values"])
+    return error_from(event["error"], hint=f"see {log_path}")
 
 
 def _free_ports(count: int) -> list[int]:
