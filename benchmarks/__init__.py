@@ -1,1 +1,1 @@
-"""Benchmarks: ratios inside one run, beside the peer or the limit. `make bench`, `make bench-<room>`."""
+"""Benchmarks: ratios inside one run, beside a peer or a limit: `make bench`, `make bench-ROOM`."""

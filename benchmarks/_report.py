@@ -1,4 +1,4 @@
-"""The one form of a benchmark's result: a table for people, `var/bench/<room>.json` for machines."""
+"""The one form of a result: a table for people, `var/bench/<room>.json` for machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spine beside bare forms: a transition against its bare SQL, the CLI's start against imports."""
+"""The spine beside bare forms: a transition and its bare SQL, the CLI and its bare imports."""
 
 from __future__ import annotations
 
