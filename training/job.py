@@ -2,9 +2,9 @@
 
 `run_job` starts `python -m training.job REQUEST`. The child imports TensorFlow once and forks two
 processes that never meet: the *model side* builds the Keras model from the checkpoint, predicts and
-writes SavedModels; the *serving side* has seen neither Keras nor the model's code, loads SavedModels
-as TF Serving does, replays their warm-up and predicts. Decisions are taken by the callers, without
-TensorFlow, on the arrays that come back.
+writes SavedModels; the *serving side* has seen neither Keras nor the model's code: it loads
+SavedModels as TF Serving does, replays their warm-up and predicts. Decisions are taken by the
+callers, without TensorFlow, on the arrays that come back.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ class Servable(tf.Module):
 
     def __init__(self, model: keras.Model, spec: ModelSpec, *, int8: bool, scope: str) -> None:
         super().__init__()
-        self._model, self._spec = _Untracked(model), spec
+        self._spec = spec
         self.quantized, self.plain = [], []
-        self._readers: list[tuple[Any, Any]] = []
+        readers: list[tuple[Any, Any]] = []
         for variable in model.variables:
             value = variable.value.numpy()
             if int8 and value.dtype == np.float32 and value.size >= QUANTISED_FROM:
@@ -75,14 +75,15 @@ class Servable(tf.Module):
                 resource._initialize()
                 # The variables inside a resource must be reachable from the module as well.
                 self.quantized.append((resource, resource.quantized, resource.scale))
-                self._readers.append((variable, resource.read))
+                readers.append((variable, resource.read))
             else:
                 plain = tf.Variable(value, trainable=False, name=variable.path.replace("/", "."))
                 self.plain.append(plain)
-                self._readers.append((variable, plain.read_value))
+                readers.append((variable, plain.read_value))
+        self._trained = _Untracked(model, readers)
         # Lookup tables are resources of their own.
         self.tables = [
-            (layer, layer.lookup_table)
+            layer.lookup_table
             for layer in model._flatten_layers()
             if getattr(layer, "lookup_table", None) is not None
         ]
@@ -115,18 +116,22 @@ class Servable(tf.Module):
     def _call(self, inputs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """{output: float32 [batch, 1]}; what never reaches the log does not reach the model."""
         used = {name: inputs[name] for name in learnable(self._spec)}
-        state = [(variable, read()) for variable, read in self._readers]
+        state = [(variable, read()) for variable, read in self._trained.readers]
         with keras.StatelessScope(state_mapping=state):
-            outputs = self._model.value(used, training=False)
+            outputs = self._trained.model(used, training=False)
         name = self._spec.data.output
         return {name: tf.cast(outputs[name], tf.float32)}
 
 
 class _Untracked:
-    """Hides the Keras model from tf.Module, which would store its variables a second time."""
+    """Hides Keras' variables from tf.Module, which would store them a second time.
 
-    def __init__(self, value: keras.Model) -> None:
-        self.value = value
+    Attributes:
+        readers: (Keras variable, function that gives the value to use for it).
+    """
+
+    def __init__(self, model: keras.Model, readers: list[tuple[Any, Any]]) -> None:
+        self.model, self.readers = model, readers
 
 
 def write(
