@@ -33,6 +33,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def second_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with start_server(tmp_path_factory.mktemp("second"), flags=FLAGS) as started:
+def second_server(exports: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that starts from a configuration with a label, as after a restart."""
+    config = f"""model_config_list {{ config {{
+        name: "affine" base_path: "{exports}/affine" model_platform: "tensorflow"
+        model_version_policy {{ specific {{ versions: 1 }} }}
+        version_labels {{ key: "stable" value: 1 }} }} }}"""
+    flags = (*FLAGS, "--allow_version_labels_for_unavailable_models")
+    with start_server(tmp_path_factory.mktemp("second"), config=config, flags=flags) as started:
         yield started

@@ -189,6 +189,8 @@ def test_two_replicas_both_load_before_either_moves(
     targets = server.target, second_server.target
     pool = Pool("two", tuple(Replica(target) for target in targets), tmp_path / "models.config")
     actuator = Actuator(pool)
+    # It came up with what its configuration file says, label included.
+    assert predict(second_server.target, "stable") == 1
     for version in (1, 2):
         served = actuator.apply(
             "affine", affine(exports, version, stable=version), deadline_s=DEADLINE_S
