@@ -490,7 +490,7 @@ class Ledger:
     # Leases
 
     @contextmanager
-    def lease(self, name: str, *, term_s: int = 60) -> Iterator[None]:
+    def lease(self, name: str, *, term_s: int = 30) -> Iterator[None]:
         """Holds a named lease, with a heartbeat, while the block runs.
 
         Raises:

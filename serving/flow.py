@@ -169,3 +169,52 @@ class Serving:
     @property
     def admin_url(self) -> str:
         return f"http://{self.settings.bind}:{self.settings.router_admin_port}"
+
+
+class ReleaseFlow:
+    """The steps of one model's release, from `shadowing` to the end."""
+
+    def __init__(self, settings: Settings, spec: ModelSpec, ledger: Ledger) -> None:
+        self.settings = settings
+        self.spec = spec
+        self.ledger = ledger
+        self.serving = Serving(settings, ledger)
+        self.store = Store(settings.store)
+
+    def steps(self) -> dict[State, Step]:
+        """The serving room's step of each state it does the work of."""
+        return {
+            State.SHADOWING: self.load_canary,
+            State.RAMPING: self.ramp,
+            State.AWAITING_APPROVAL: self.hold_stage,
+            State.PROMOTING: self.promote,
+            State.PROBATION: self.watch_probation,
+        }
+
+    def load_canary(self, episode: Episode) -> Outcome:
+        """The canary pool loads the candidate; the router sends it nothing yet."""
+        if moved := self._superseded(episode):
+            return moved
+        self.serving.reconcile(episode.model)
+        first = self.spec.release.ramp[0]
+        return Outcome(
+            State.RAMPING,
+            {"canary": episode.version, "served": "available", "share": first.share},
+            {"stages": [_stage(0, first.share, None)]},
+        )
+
+    def ramp(self, episode: Episode) -> Outcome:
+        """Starts the stage the episode is in, or judges it."""
+        if moved := self._superseded(episode):
+            return moved
+        stages = list(episode.data["stages"])
+        current = stages[-1]
+        self.serving.reconcile(episode.model)
+        if current["start"] is None:
+            started = {**current, "start": utc_now().isoformat()}
+            return Outcome(
+                State.RAMPING,
+                {"stage": current["index"], "share": current["share"]},
+                {"stages": [*stages[:-1], started]},
+            )
+        return self._judge(episode, stages)

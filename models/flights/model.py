@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EMBEDDING = {"carrier": 4, "origin": 2, "dest": 8}
 MINUTES = ("sched_dep_minute", "sched_arr_minute")
 NUMBERS = ("distance", "temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib")
-HIDDEN = (256, 128)
+HIDDEN = (256, 256)
 L2 = 1e-4
 
 

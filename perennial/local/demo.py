@@ -107,30 +107,30 @@ class Demo:
             NeedsHuman: `demo.unexpected`: an act ended otherwise than it must; the ledger says why.
         """
         self.say("Act 0: the stack")
-        self._start_stack()
+        self.start_stack()
         self.say("Act 1: a first champion from January and February")
-        self._import_history("2013-01-01", "2013-03-01")
-        first = self._finish(self._retrain("first champion"), State.PROMOTED)
+        self.import_history("2013-01-01", "2013-03-01")
+        first = self.finish(self.retrain("first champion"), State.PROMOTED)
         self.say("Act 2: later months arrive as live traffic; the champion ages")
-        self._start_traffic()
-        second = self._wait(self._watched, 240, "the watch fires")
+        self.start_traffic()
+        second = self.wait(self._watched, 240, "the watch fires")
         self.say(f"the watch fired: {'; '.join(map(str, second.trigger.get('reasons', [])))}")
-        self._wait(
+        self.wait(
             lambda: self.ledger.episode(second.id).state not in (State.REQUESTED, State.COLLECTING),
             120,
             "its data is collected",
         )
-        self._plan("retrain")
-        second = self._finish(second, State.PROMOTED)
+        self.plan("retrain")
+        second = self.finish(second, State.PROMOTED)
         self.say("Act 3: a deliberately bad candidate meets the gate")
-        self._plan("drill")
-        bad = self._finish(self._retrain("drill", shuffle_labels=True), State.REJECTED)
+        self.plan("drill")
+        bad = self.finish(self.retrain("drill", shuffle_labels=True), State.REJECTED)
         self.say("Act 4: forced past the gate, it meets the canary's evidence")
         override(self.ledger, bad.id, actor="demo", reason="drill: force a bad candidate")
-        self._api().trigger(f"{MODEL}.retrain", conf={}, partition_key=bad.id)
-        bad = self._finish(bad, State.ROLLED_BACK)
+        self.api().trigger(f"{MODEL}.retrain", conf={}, partition_key=bad.id)
+        bad = self.finish(bad, State.ROLLED_BACK)
         self.say("Curtain: counting")
-        self._stop_traffic()
+        self.stop_traffic()
         summary = self._summary([first, second, bad])
         write_atomic(self.summary_path, json.dumps(summary, indent=1, default=str).encode())
         self._print(summary)
@@ -166,7 +166,7 @@ class Demo:
 
     # Acts
 
-    def _start_stack(self) -> None:
+    def start_stack(self) -> None:
         home = self.settings.home
         self._stack = Stack(self.settings, report=lambda line: self.say(f"  {line}"))
         with self._emptied(home):
@@ -176,7 +176,7 @@ class Demo:
         self.say(f"  Airflow user {self.settings.airflow_user}, password {password(self.settings)}")
         self._ticker.start()
         wanted = {f"{MODEL}.watch", f"{MODEL}.retrain", f"{MODEL}.release"}
-        self._wait(lambda: wanted <= self._api().dag_ids(), 120, "Airflow has read the DAGs")
+        self.wait(lambda: wanted <= self.api().dag_ids(), 120, "Airflow has read the DAGs")
 
     @contextmanager
     def _emptied(self, home: Path) -> Iterator[None]:
@@ -185,7 +185,7 @@ class Demo:
             shutil.rmtree(home)
         yield
 
-    def _import_history(self, start: str, end: str) -> None:
+    def import_history(self, start: str, end: str) -> None:
         import pyarrow.compute as pc
 
         from perennial.local.traffic import load_rows
@@ -201,14 +201,14 @@ class Demo:
         )
         self.say(f"  imported {count} labelled flights of {start} to {end}")
 
-    def _retrain(self, reason: str, *, shuffle_labels: bool = False) -> Episode:
+    def retrain(self, reason: str, *, shuffle_labels: bool = False) -> Episode:
         """Triggers the retrain DAG by hand and returns the episode it opens."""
         for _ in range(3):
-            run_id = self._api().trigger(
+            run_id = self.api().trigger(
                 f"{MODEL}.retrain",
                 conf={"reason": reason, "actor": "demo", "shuffle_labels": shuffle_labels},
             )
-            found = self._wait(
+            found = self.wait(
                 lambda run_id=run_id: self._episode_of_run(run_id) or self._ended_run(run_id),  # type: ignore[misc]
                 60,
                 "the run opens its episode",
@@ -216,7 +216,7 @@ class Demo:
             if isinstance(found, Episode):
                 return found
             self.say("  another episode is open: waiting for it to end")
-            self._wait(lambda: self.ledger.open_episode_of(MODEL) is None, 300, "it ends")
+            self.wait(lambda: self.ledger.open_episode_of(MODEL) is None, 300, "it ends")
         raise NeedsHuman("demo.unexpected", "no episode could be opened by hand")
 
     def _episode_of_run(self, run_id: str) -> Episode | None:
@@ -225,7 +225,7 @@ class Demo:
         )
 
     def _ended_run(self, run_id: str) -> str | None:
-        state = self._api().run(f"{MODEL}.retrain", run_id)["state"]
+        state = self.api().run(f"{MODEL}.retrain", run_id)["state"]
         return state if state in ("success", "failed") else None
 
     def _watched(self) -> Episode | None:
@@ -233,9 +233,9 @@ class Demo:
             (e for e in self.ledger.episodes(MODEL) if e.trigger.get("kind") != "manual"), None
         )
 
-    def _finish(self, episode: Episode, expected: State) -> Episode:
+    def finish(self, episode: Episode, expected: State) -> Episode:
         """Waits for the episode's end, and that the last DAG run has said so too."""
-        ended = self._wait(
+        ended = self.wait(
             lambda: (e := self.ledger.episode(episode.id)).is_open is False and e,
             420,
             f"episode {episode.id} ends",
@@ -251,14 +251,14 @@ class Demo:
 
     # Traffic
 
-    def _plan(self, part: str) -> None:
+    def plan(self, part: str) -> None:
         start, end, stride = PARTS[part]
         plan = {"from": start, "to": end, "stride": stride}
         write_atomic(self.settings.home / "plan.json", json.dumps(plan).encode())
         self.say(f"  traffic: flights of {start} to {end}, every {stride}., {RATE:g} per second")
 
-    def _start_traffic(self) -> None:
-        self._plan("drift")
+    def start_traffic(self) -> None:
+        self.plan("drift")
         home = self.settings.home
         with (self.settings.run_dir / "traffic.log").open("wb") as output:
             self._traffic = subprocess.Popen(
@@ -274,13 +274,13 @@ class Demo:
                 start_new_session=True,
             )
 
-    def _stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         try:
             return dict(json.loads((self.settings.home / "traffic.json").read_text()))
         except OSError:
             return {}
 
-    def _stop_traffic(self) -> None:
+    def stop_traffic(self) -> None:
         assert self._traffic is not None
         self._traffic.terminate()
         if status := self._traffic.wait(60):
@@ -289,14 +289,14 @@ class Demo:
             )
 
         def drained() -> bool:
-            return self._counts()["captured"] >= self._stats()["sent"]
+            return self.counts()["captured"] >= self.stats()["sent"]
 
         try:
-            self._wait(drained, 20, "the recorder has written everything")
+            self.wait(drained, 20, "the recorder has written everything")
         except Retryable:
             self.say("  the recorder has not written every call; the counts show it")
 
-    def _counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Live rows in the logs: captured calls, and those whose label came back."""
         import pyarrow.compute as pc
         import pyarrow.dataset as ds
@@ -312,10 +312,10 @@ class Demo:
 
     # Progress and the end
 
-    def _api(self) -> AirflowApi:
+    def api(self) -> AirflowApi:
         return AirflowApi(self.settings)
 
-    def _wait(self, found: Callable[[], Any], limit_s: float, what: str) -> Any:
+    def wait(self, found: Callable[[], Any], limit_s: float, what: str) -> Any:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             if (value := found()) not in (None, False):
@@ -333,7 +333,7 @@ class Demo:
         while not self._ended.wait(1.0):
             self._show_events()
             ticks += 1
-            if ticks % 10 == 0 and (stats := self._stats()):
+            if ticks % 10 == 0 and (stats := self.stats()):
                 self.say(
                     f"  … {stats['position']}: {stats['sent']} sent, {stats['failed']} failed, "
                     f"p50 {stats['latency_ms_p50'] or 0:.1f} ms; {_split(stats['by_arm'])}"
@@ -353,7 +353,7 @@ class Demo:
             ledger.close()
 
     def _summary(self, episodes: list[Episode]) -> dict[str, Any]:
-        stats, counts = self._stats(), self._counts()
+        stats, counts = self.stats(), self.counts()
         ledger = self.ledger
         fences = ledger.fences(MODEL)
         champion = ledger.champion(MODEL)

@@ -1,0 +1,1 @@
+"""Benchmarks: ratios inside one run, beside a peer or a limit: `make bench`, `make bench-ROOM`."""

@@ -1,0 +1,160 @@
+"""The real stack once, end to end, with kills: a shorter episode than the demo's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from perennial.errors import NeedsHuman
+from perennial.ledger import Ledger
+from perennial.local.demo import FAST, Demo
+from perennial.local.postgres import database_url
+from perennial.local.stack import PORT_SETTINGS, Stack
+from perennial.settings import Settings
+from perennial.states import State
+from perennial.store import Store
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as open_:
+        sockets = [open_.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    ports = dict(zip(PORT_SETTINGS, free_ports(len(PORT_SETTINGS)), strict=True))
+    environment = {
+        **FAST,
+        "PERENNIAL_HOME": str(tmp_path_factory.mktemp("stack")),
+        "PERENNIAL_MODELS_DIR": str(REPOSITORY / "models"),
+        **{f"PERENNIAL_{name.upper()}": str(port) for name, port in ports.items()},
+    }
+    return Settings.from_environment(environment)
+
+
+@pytest.fixture(scope="module")
+def play(settings):
+    """A running stack with a first champion of three weeks of January, under live traffic."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.as_environment().items():
+            patch.setenv(name, value)
+        demo = Demo(settings)
+        try:
+            demo.start_stack()
+            demo.import_history("2013-01-01", "2013-01-22")
+            demo.finish(demo.retrain("first champion"), State.PROMOTED)
+            demo.start_traffic()
+            demo.wait(lambda: demo.stats().get("sent", 0) > 200, 60, "traffic flows")
+            yield demo
+        finally:
+            demo.close()
+
+
+def kill(play, name):
+    """SIGKILLs one of the stack's processes; returns once another has taken its place."""
+    supervisor = play._stack.supervisor
+    before = supervisor.process_id(name)
+    os.kill(before, signal.SIGKILL)
+    play.wait(lambda: supervisor.process_id(name) != before, 30, f"{name} is started again")
+
+
+def perennial(settings, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "perennial", *arguments],
+        env={**os.environ, **settings.as_environment(), "PYTHONPATH": str(REPOSITORY)},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_an_episode_under_kills_is_promoted_without_a_failed_request(play, settings):
+    ledger = play.ledger
+    episode = play.retrain("end to end")
+    state = lambda: ledger.episode(episode.id).state  # noqa: E731
+    kill(play, "recorder")
+    kill(play, "labels")
+    play.wait(lambda: state() is State.TRAINING, 120, "it trains")
+    kill(play, "exporter")
+    play.wait(lambda: state() is State.RAMPING, 240, "it ramps")
+    kill(play, "pool-canary")
+    kill(play, "airflow-scheduler")
+    kill(play, "airflow-triggerer")
+    done = play.finish(episode, State.PROMOTED)
+    assert ledger.champion("flights").version == done.version == 2
+    assert ledger.champion("flights").previous_version == 1
+    assert ledger.verify_history(episode.id) == done.revision
+    shares = [e.evidence["share"] for e in ledger.events(episode.id) if "stage" in e.evidence]
+    assert shares == sorted(shares)
+    assert shares[-1] == 0.5
+    play.stop_traffic()
+    stats, counts = play.stats(), play.counts()
+    assert stats["failed"] == 0, stats["errors"]
+    assert stats["by_version"].keys() == {"1", "2"}
+    assert counts["captured"] == stats["sent"]
+    assert counts["labelled"] == stats["sent"]
+
+
+def test_the_command_line_tells_its_story(play, settings):
+    status = json.loads(perennial(settings, "status", "flights", "--json").stdout)
+    assert status["flights"]["champion"]["version"] == 2
+    latest = status["flights"]["episodes"][0]["episode"]
+    told = perennial(settings, "explain", latest)
+    assert told.returncode == 0
+    assert "hash chain intact" in told.stdout
+    assert perennial(settings, "explain", "no-such-episode").returncode == 2
+    assert perennial(settings, "check", "flights").returncode == 0
+
+
+def test_the_report_and_the_registry_show_it(play, settings):
+    latest = play.ledger.episodes("flights")[0]
+    folder = Store(settings.store).release("flights", latest.id)
+    page = (folder / "report.html").read_text()
+    assert "<svg" in page
+    assert "PROMOTE" in page
+    from mlflow import MlflowClient
+
+    url = database_url(settings, "mlflow")
+    client = MlflowClient(tracking_uri=url, registry_uri=url)
+    champion = client.get_model_version_by_alias("flights", "champion")
+    assert champion.tags["perennial.episode"] == latest.id
+    assert client.get_model_version_by_alias("flights", "previous").version != champion.version
+
+
+def test_a_rollback_from_the_command_line_needs_no_airflow(play, settings):
+    for name in ("scheduler", "triggerer", "dag-processor", "api-server"):
+        os.kill(play._stack.supervisor.process_id(f"airflow-{name}"), signal.SIGSTOP)
+    try:
+        done = perennial(settings, "rollback", "flights", "--reason", "drill", "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        ledger = Ledger(database_url(settings, "perennial"))
+        assert ledger.champion("flights").version == 1
+        assert ledger.fences("flights") == {2: "drill"}
+        ledger.close()
+    finally:
+        for name in ("scheduler", "triggerer", "dag-processor", "api-server"):
+            os.kill(play._stack.supervisor.process_id(f"airflow-{name}"), signal.SIGCONT)
+
+
+def test_a_second_stack_in_the_same_home_is_refused(play, settings):
+    with pytest.raises(Exception, match="already runs|is taken"):
+        Stack(settings).start()
+    other = settings.model_copy(update={"home": settings.home / "other"})
+    with pytest.raises(NeedsHuman, match="port .* is taken"):
+        Stack(other).start()
