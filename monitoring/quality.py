@@ -23,6 +23,7 @@ CLIP: Final = 1e-7
 """Scores are clipped to [CLIP, 1 - CLIP] in the log loss: one confident error is not infinite."""
 
 _CLOCK_SKEW: Final = timedelta(minutes=1)
+_RECORDER_LAG: Final = timedelta(seconds=10)
 _KEY: Final = ["request_id", "row"]
 
 
@@ -56,8 +57,9 @@ class Quality:
     """A model's matured rows of a window, by served version.
 
     Attributes:
-        unknown: labels received since the window began whose prediction is not in the log. A label
-            that is older than its window's predictions by design counts here too.
+        unknown: labels of the last `window` whose prediction is not in the log: ids that nobody
+            was given, or labels that came later than the label horizon. The newest seconds are
+            left out, for the recorder may lag behind the labels.
         duplicates: labels beyond the first of a row.
     """
 
@@ -92,11 +94,11 @@ def measure(spec: ModelSpec, store: Store, *, window: timedelta, now: datetime) 
             else connection.create_table("told", pa.Table.from_pylist([], schema=LABEL_SCHEMA))
         )
         told = told.filter(told.received <= now, told.received >= start)
-        # The newest wins; `max_by` over both clocks would need a struct, so order decides.
         latest = ibis.row_number().over(
             group_by=_KEY, order_by=[ibis.desc(told.received), ibis.desc(told.time)]
         )
-        labels = told.mutate(nth=latest).filter(lambda t: t.nth == 0).select(*_KEY, "value")
+        labels = told.mutate(nth=latest).filter(lambda t: t.nth == 0)
+        labels = labels.select(*_KEY, "value", "received")
         answered = log.filter(
             log.arm.isin(["stable", "canary"]),
             log.status == 0,
@@ -110,9 +112,14 @@ def measure(spec: ModelSpec, store: Store, *, window: timedelta, now: datetime) 
             score=answered.score.first(),
             time=answered.time.min(),
         )
-        found = _by_version(rows.left_join(labels, _KEY), binary=spec.data.label.kind == "binary")
+        found = _by_version(
+            rows.left_join(labels.drop("received"), _KEY), binary=spec.data.label.kind == "binary"
+        )
+        settled = labels.filter(
+            labels.received >= now - window, labels.received < now - _RECORDER_LAG
+        )
         counts = ibis.union(
-            labels.anti_join(log, _KEY).aggregate(n=ibis._.count()).mutate(what=ibis.literal("u")),
+            settled.anti_join(log, _KEY).aggregate(n=ibis._.count()).mutate(what=ibis.literal("u")),
             told.aggregate(n=ibis._.count()).mutate(what=ibis.literal("t")),
             labels.aggregate(n=ibis._.count()).mutate(what=ibis.literal("l")),
         )

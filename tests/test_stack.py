@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from perennial.errors import NeedsHuman
 from perennial.ledger import Ledger
 from perennial.local.demo import FAST, Demo
