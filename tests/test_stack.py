@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
 from perennial.errors import NeedsHuman
 from perennial.ledger import Ledger
 from perennial.local.demo import FAST, Demo
