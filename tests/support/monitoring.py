@@ -96,7 +96,7 @@ def write_labels(
 
 
 def crown(
-    ledger: Ledger, spec: ModelSpec, baseline: Mapping[str, float], *, now: datetime | None = None
+    ledger: Ledger, spec: ModelSpec, baseline: Mapping[str, Any], *, now: datetime | None = None
 ) -> int:
     """Makes a first champion, as a whole episode would; returns its version."""
     episode = ledger.open_episode(spec, actor="tests", trigger={"kind": "manual"}, now=now)
