@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from perennial.errors import NeedsHuman
 from perennial.ledger import Ledger
 from perennial.local.demo import FAST, Demo
@@ -35,11 +36,11 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
+def settings(long_lived_path):
     ports = dict(zip(PORT_SETTINGS, free_ports(len(PORT_SETTINGS)), strict=True))
     environment = {
         **FAST,
-        "PERENNIAL_HOME": str(tmp_path_factory.mktemp("stack")),
+        "PERENNIAL_HOME": str(long_lived_path / "stack"),
         "PERENNIAL_MODELS_DIR": str(REPOSITORY / "models"),
         **{f"PERENNIAL_{name.upper()}": str(port) for name, port in ports.items()},
     }
