@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def long_lived_path() -> Iterator[Path]:
-    """A folder for the whole session. Not pytest's: other sessions tidy those up, old ones first."""
+    """A folder for the whole session; pytest's own are tidied up by other sessions."""
     with tempfile.TemporaryDirectory(prefix="perennial-") as folder:
         yield Path(folder)
 

@@ -154,8 +154,8 @@ def test_a_rollback_from_the_command_line_needs_no_airflow(play, settings):
 
 
 def test_a_second_stack_in_the_same_home_is_refused(play, settings):
-    with pytest.raises(Exception, match="already runs|is taken"):
+    with pytest.raises(Exception, match=r"already runs|is taken"):
         Stack(settings).start()
     other = settings.model_copy(update={"home": settings.home / "other"})
-    with pytest.raises(NeedsHuman, match="port .* is taken"):
+    with pytest.raises(NeedsHuman, match=r"port .* is taken"):
         Stack(other).start()
