@@ -35,7 +35,7 @@ with DAG(
 
     @task(retries=2, retry_delay=timedelta(seconds=10))
     def mend(model: str) -> str:
-        from serving.flow import Serving
+        from serving.reconcile import Serving
 
         with airflow_errors(), open_rooms(model) as rooms:
             episode = rooms.ledger.open_episode_of(model)

@@ -315,12 +315,15 @@ class Ledger:
     ) -> Episode:
         """Moves an episode on: state, data, event, champion and fence in one transaction.
 
+        A champion whose own episode ends otherwise than promoted gives way to the one before it, in
+        the same transaction; without one before it, it stays.
+
         Args:
             episode: as it was read; its revision is compared and set.
             data: merged over the episode's data.
             champion: who is the champion from now on, compared and set on its own revision.
             fence: reason for which the episode's version is fenced.
-            override: needed for `rejected -> exporting`.
+            override: a person's word; needed to leave an end (`rejected`, `promoted`).
 
         Raises:
             Conflict: `episode.moved` or `champion.moved`: somebody was faster; nothing was written.
@@ -328,7 +331,7 @@ class Ledger:
         """
         now = now or utc_now()
         allowed = TRANSITIONS[episode.state]
-        if to not in allowed or (episode.state is State.REJECTED and not override):
+        if to not in allowed or (episode.state in TERMINAL and not override):
             raise Permanent(
                 "episode.transition",
                 f"episode {episode.id}: {episode.state} cannot become {to}",
@@ -350,6 +353,8 @@ class Ledger:
                 row.data = {**row.data, **_json(data)}
             if champion is not None:
                 self._move_champion(session, row, champion, now)
+            if to in TERMINAL and to is not State.PROMOTED:
+                evidence = {**evidence, **self._restore_champion(session, row, now)}
             if fence is not None and row.version is not None:
                 session.merge(
                     FenceRow(
@@ -424,11 +429,21 @@ class Ledger:
         row.revision += 1
         row.since = now
 
-    def previous_baseline(self, model: str) -> Mapping[str, Any]:
-        """The baseline of the champion before this one."""
-        with self._session() as session:
-            row = session.get(ChampionRow, model)
-            return row.previous_baseline if row else {}
+    def _restore_champion(
+        self, session: Session, episode: EpisodeRow, now: datetime
+    ) -> dict[str, Any]:
+        row = session.scalar(
+            select(ChampionRow).where(ChampionRow.model == episode.model).with_for_update()
+        )
+        if row is None or row.episode_id != episode.id:
+            return {}
+        if row.previous_version is None or row.previous_episode_id is None:
+            return {"champion": f"version {row.version} stays: there was none before it"}
+        back = ChampionMove(
+            row.revision, row.previous_version, row.previous_episode_id, row.previous_baseline
+        )
+        self._move_champion(session, episode, back, now)
+        return {"champion": f"back to version {back.version}"}
 
     def fences(self, model: str) -> dict[int, str]:
         """Fenced versions and why."""

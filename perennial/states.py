@@ -102,10 +102,12 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     ),
     State.PROMOTING: frozenset({State.PROBATION, State.ROLLED_BACK}) | _STOPS,
     State.PROBATION: frozenset({State.PROMOTED, State.ROLLED_BACK}) | _STOPS,
+    # Only on a person's word: an override of the gate, a rollback of the champion.
     State.REJECTED: frozenset({State.EXPORTING}),
-    **{state: frozenset() for state in TERMINAL - {State.REJECTED}},
+    State.PROMOTED: frozenset({State.ROLLED_BACK}),
+    **{state: frozenset() for state in TERMINAL - {State.REJECTED, State.PROMOTED}},
 }
-"""State -> states that may follow. `rejected -> exporting` needs `episode.override`."""
+"""State -> states that may follow."""
 
 TIMEOUT: dict[State, timedelta] = {
     State.REQUESTED: timedelta(hours=6),

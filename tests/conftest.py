@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +20,16 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+def long_lived_path() -> Iterator[Path]:
+    """A folder for the whole session; pytest's own are tidied up by other sessions."""
+    with tempfile.TemporaryDirectory(prefix="perennial-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def postgres(long_lived_path: Path) -> Iterator[Settings]:
     """Settings whose embedded PostgreSQL runs until the session ends."""
-    settings = Settings(home=tmp_path_factory.mktemp("home"))
+    settings = Settings(home=long_lived_path / "home")
     with running_postgres(settings):
         yield settings
 

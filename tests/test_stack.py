@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from perennial.errors import NeedsHuman
 from perennial.ledger import Ledger
 from perennial.local.demo import FAST, Demo
@@ -35,11 +36,11 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
+def settings(long_lived_path):
     ports = dict(zip(PORT_SETTINGS, free_ports(len(PORT_SETTINGS)), strict=True))
     environment = {
         **FAST,
-        "PERENNIAL_HOME": str(tmp_path_factory.mktemp("stack")),
+        "PERENNIAL_HOME": str(long_lived_path / "stack"),
         "PERENNIAL_MODELS_DIR": str(REPOSITORY / "models"),
         **{f"PERENNIAL_{name.upper()}": str(port) for name, port in ports.items()},
     }
@@ -153,8 +154,8 @@ def test_a_rollback_from_the_command_line_needs_no_airflow(play, settings):
 
 
 def test_a_second_stack_in_the_same_home_is_refused(play, settings):
-    with pytest.raises(Exception, match="already runs|is taken"):
+    with pytest.raises(Exception, match=r"already runs|is taken"):
         Stack(settings).start()
     other = settings.model_copy(update={"home": settings.home / "other"})
-    with pytest.raises(NeedsHuman, match="port .* is taken"):
+    with pytest.raises(NeedsHuman, match=r"port .* is taken"):
         Stack(other).start()

@@ -111,7 +111,7 @@ def abort(episode_id: str, reason: str, as_json: bool) -> None:
 @json_option
 def reconcile(model: str, as_json: bool) -> None:
     """Make the pools and the router what the ledger says. Works without Airflow."""
-    from serving.flow import Serving
+    from serving.reconcile import Serving
 
     here = settings()
     load_spec(here.models_dir / model, here.profile)

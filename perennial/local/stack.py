@@ -136,8 +136,7 @@ class Stack:
 
     def _write_files(self, specs: dict[str, ModelSpec]) -> None:
         from monitoring.rules import write as write_rules
-
-        from serving.flow import Serving
+        from serving.reconcile import Serving
         from serving.router.envoy import write_bootstrap
         from serving.topology import MONITORING_PATH, config_file, serving_dir
 

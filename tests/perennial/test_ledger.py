@@ -127,6 +127,42 @@ def test_two_episodes_never_promote_over_each_other(ledger, flights):
     assert ledger.episode(second.id).state is State.PROMOTING
 
 
+def champion_of(ledger, spec, version, revision):
+    """An episode in probation whose version is the champion."""
+    episode = walk(ledger, open_episode(ledger, spec), *TO_PROMOTING)
+    assert ledger.allocate_version(episode.id) == version
+    move = ChampionMove(revision, version, episode.id, {"log_loss": version / 10})
+    return ledger.transition(
+        ledger.episode(episode.id), State.PROBATION, actor="a", evidence={}, champion=move
+    )
+
+
+@pytest.mark.parametrize("end", [State.ROLLED_BACK, State.FAILED, State.ABORTED])
+def test_a_champion_that_ends_badly_gives_way_to_the_one_before(ledger, flights, end):
+    walk(ledger, champion_of(ledger, flights, 1, 0), State.PROMOTED)
+    second = champion_of(ledger, flights, 2, 1)
+    ledger.transition(second, end, actor="a", evidence={}, fence="bad")
+    champion = ledger.champion("flights")
+    assert (champion.version, champion.previous_version, champion.revision) == (1, 2, 3)
+    assert champion.baseline == {"log_loss": 0.1}
+    assert ledger.events(second.id)[-1].evidence == {"champion": "back to version 1"}
+
+
+def test_the_first_champion_stays_when_there_is_none_before(ledger, flights):
+    first = champion_of(ledger, flights, 1, 0)
+    walk(ledger, first, State.FAILED)
+    assert ledger.champion("flights").version == 1
+
+
+def test_a_promoted_champion_is_rolled_back_only_on_a_persons_word(ledger, flights):
+    walk(ledger, champion_of(ledger, flights, 1, 0), State.PROMOTED)
+    second = walk(ledger, champion_of(ledger, flights, 2, 1), State.PROMOTED)
+    with pytest.raises(Permanent, match="cannot become rolled_back"):
+        walk(ledger, second, State.ROLLED_BACK)
+    walk(ledger, second, State.ROLLED_BACK, override=True)
+    assert ledger.champion("flights").version == 1
+
+
 def test_versions_are_given_once_and_grow(ledger, flights):
     first = open_episode(ledger, flights)
     assert ledger.allocate_version(first.id) == ledger.allocate_version(first.id) == 1

@@ -24,9 +24,9 @@ def test_every_exposed_state_has_a_guardrail_edge(state):
 
 
 @pytest.mark.parametrize("state", sorted(TERMINAL))
-def test_ends_are_ends_but_for_the_override(state):
-    expected = {State.EXPORTING} if state is State.REJECTED else set()
-    assert TRANSITIONS[state] == expected
+def test_ends_are_ends_but_on_a_persons_word(state):
+    words = {State.REJECTED: {State.EXPORTING}, State.PROMOTED: {State.ROLLED_BACK}}
+    assert TRANSITIONS[state] == words.get(state, set())
 
 
 def test_promotion_is_reached_only_through_probation_and_evidence_or_no_champion():

@@ -72,7 +72,19 @@ def test_garbage_is_no_savedmodel(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "uint64", "bool", "complex64"],
+    [
+        "float32",
+        "float64",
+        "float16",
+        "bfloat16",
+        "int8",
+        "uint8",
+        "int32",
+        "int64",
+        "uint64",
+        "bool",
+        "complex64",
+    ],
 )
 @pytest.mark.parametrize("as_content", [False, True])
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])

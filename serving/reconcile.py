@@ -1,0 +1,176 @@
+"""Reconciles serving with the ledger.
+
+What the pools and the router should be is a pure function of the ledger (`desired`); `Serving`
+makes it so, again and again. Nothing else changes a pool or a route, so that a kill between any two
+lines is mended by the next call.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perennial.ledger import Champion, Episode, Ledger
+from perennial.settings import Settings
+from perennial.states import State
+from perennial.store import Store
+from serving.router.routes import (
+    ModelRouting,
+    read_routes,
+    routes_path,
+    wait_applied,
+    write_routes,
+)
+from serving.tfserving import Actuator, ModelAssignment
+from serving.topology import canary_pool, stable_pool
+
+log = logging.getLogger(__name__)
+
+LOAD_DEADLINE_S = 180.0
+ROUTE_DEADLINE_S = 10.0
+IDLE_SALT = "idle"
+
+_ON_CANARY = frozenset({State.SHADOWING, State.RAMPING, State.AWAITING_APPROVAL, State.PROMOTING})
+_EXPOSED_TO_USERS = frozenset({State.RAMPING, State.AWAITING_APPROVAL, State.PROMOTING})
+
+
+@dataclass(frozen=True)
+class Desired:
+    """What serving should be for one model.
+
+    Attributes:
+        stable, canary: versions to hold loaded, per pool.
+        stable_label: the version that the label `stable` names, or None.
+        share: the canary's share of the traffic, 0 to 1.
+        salt: of the sticky hash; one per episode, so that each has new users.
+    """
+
+    stable: tuple[int, ...]
+    canary: tuple[int, ...]
+    stable_label: int | None
+    share: float
+    salt: str
+
+
+def desired(champion: Champion | None, episode: Episode | None) -> Desired:
+    """What serving should be, from the ledger alone.
+
+    Args:
+        champion: the model's champion, or None before the first promotion.
+        episode: the model's open episode, or None.
+    """
+    stable = {champion.version} if champion else set()
+    canary: set[int] = set()
+    share, salt = 0.0, IDLE_SALT
+    if episode is not None and episode.version is not None:
+        salt = episode.id
+        if episode.state in _ON_CANARY and episode.champion_at_start is not None:
+            canary = {episode.version}
+        if episode.state in _EXPOSED_TO_USERS and (stages := episode.data.get("stages")):
+            share = float(stages[-1]["share"])
+        if episode.state is State.PROMOTING:
+            stable.add(episode.version)
+        if episode.state is State.PROBATION and champion and champion.previous_version:
+            stable.add(champion.previous_version)
+    return Desired(
+        tuple(sorted(stable)),
+        tuple(sorted(canary)),
+        champion.version if champion else None,
+        share if canary else 0.0,
+        salt,
+    )
+
+
+class Serving:
+    """Makes the pools and the router what the ledger says."""
+
+    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+        self.settings = settings
+        self.ledger = ledger
+        self.store = Store(settings.store)
+        self._stable = Actuator(stable_pool(settings))
+        self._canary = Actuator(canary_pool(settings))
+
+    def desired(self, model: str) -> Desired:
+        return desired(self.ledger.champion(model), self.ledger.open_episode_of(model))
+
+    def reconcile(self, model: str, *, deadline_s: float = LOAD_DEADLINE_S) -> Desired:
+        """Makes serving what the ledger says; returns what that is.
+
+        A share is lowered before a pool changes and raised after, so that no request is sent to a
+        version that is not loaded.
+
+        Raises:
+            Retryable: `pool.unreachable`, `pool.not_available`, `router.unreachable`.
+            Permanent: `pool.load_failed`, with the server's own message.
+        """
+        want = self.desired(model)
+        if self.share(model) > want.share or not want.canary:
+            self._route(model, 0.0 if not want.canary else want.share, want.salt)
+        stable_label = want.stable_label or max(want.stable, default=0)
+        self._apply(self._stable, model, want.stable, stable_label, deadline_s)
+        self._apply(self._canary, model, want.canary, max(want.canary, default=0), deadline_s)
+        self._route(model, want.share, want.salt)
+        return want
+
+    def _apply(
+        self,
+        pool: Actuator,
+        model: str,
+        versions: tuple[int, ...],
+        labelled: int,
+        deadline_s: float,
+    ) -> None:
+        """The pool holds exactly these versions; nothing is reloaded when it does already."""
+        base_path = str(self.store.versions(model))
+        wanted = (
+            ModelAssignment(base_path, versions, {pool.pool.name: labelled}) if versions else None
+        )
+        if pool.declared().get(model) == wanted and all(
+            served.is_exactly(wanted) for served in pool.served(model)
+        ):
+            return
+        pool.apply(model, wanted, deadline_s=deadline_s)
+
+    def cut_canary(self, model: str) -> None:
+        """Takes the canary's share to 0 at once, before anything else is done."""
+        self._route(model, 0.0, IDLE_SALT)
+
+    def share(self, model: str) -> float:
+        """The canary's share as the routes on disk say."""
+        routing = read_routes(routes_path(self.settings)).models.get(model)
+        return routing.share if routing else 0.0
+
+    def write_routes(self, models: Sequence[str]) -> None:
+        """Writes the routes of all models under care, as the ledger wants them.
+
+        For the start of a stack, before a router runs: nothing is waited for.
+        """
+        routing = {}
+        for model in models:
+            want = self.desired(model)
+            routing[model] = ModelRouting(want.share, want.salt)
+        write_routes(
+            routes_path(self.settings), routing, capture_percent=self.settings.capture_percent
+        )
+
+    def _route(self, model: str, share: float, salt: str) -> None:
+        path = routes_path(self.settings)
+        routing = ModelRouting(share, salt)
+        # Several models' releases share one file; a lost update would undo another's share.
+        with path.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            declared = read_routes(path).models
+            if declared.get(model) == routing:
+                return
+            version = write_routes(
+                path, {**declared, model: routing}, capture_percent=self.settings.capture_percent
+            )
+        wait_applied(self.admin_url, version, deadline_s=ROUTE_DEADLINE_S)
+        log.info("model %s: canary share %.4g", model, share)
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://{self.settings.bind}:{self.settings.router_admin_port}"
