@@ -75,26 +75,7 @@ def test_garbage_is_no_savedmodel(tmp_path: Path) -> None:
     assert caught.value.code == Code.DATA_LOSS
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "float32",
-        "float64",
-        "float16",
-        "bfloat16",
-        "int8",
-        "uint8",
-        "int32",
-        "int64",
-        "uint64",
-        "bool",
-        "complex64",
-    ],
-)
-=======
 @pytest.mark.parametrize("dtype", DTYPES)
->>>>>>> serving
 @pytest.mark.parametrize("as_content", [False, True])
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])
 def test_tensors_survive_the_wire(dtype: str, as_content: bool, shape: tuple[int, ...]) -> None:
