@@ -17,7 +17,7 @@ from monitoring.quality import matured_labels_since
 from monitoring.rules import BREACHED
 from monitoring.thresholds import ThresholdState, Verdict, evaluate
 from perennial.errors import Conflict, Permanent
-from perennial.ledger import Episode, Ledger
+from perennial.ledger import Episode, Ledger, utc_now
 from perennial.settings import Settings
 from perennial.spec import ModelSpec
 from perennial.store import Store, read_manifest
@@ -44,7 +44,14 @@ class Watched:
     states: tuple[ThresholdState, ...]
 
 
-def watch(settings: Settings, spec: ModelSpec, ledger: Ledger, *, actor: str) -> Watched:
+def watch(
+    settings: Settings,
+    spec: ModelSpec,
+    ledger: Ledger,
+    *,
+    actor: str,
+    now: datetime | None = None,
+) -> Watched:
     """Evaluates thresholds and policy; opens an episode on a yes. Safe to call at any time.
 
     Two calls within one `watch_interval_s` that say yes open one episode.
@@ -52,7 +59,7 @@ def watch(settings: Settings, spec: ModelSpec, ledger: Ledger, *, actor: str) ->
     Raises:
         Retryable: `ledger.unreachable`. Without Prometheus nothing is breached, and that is said.
     """
-    now = datetime.now(UTC)
+    now = now or utc_now()
     prometheus = Prometheus.of(settings)
     states = evaluate(spec, prometheus)
     if not any(s.state is Verdict.BREACHED and s.threshold.action == "retrain" for s in states):
