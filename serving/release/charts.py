@@ -8,6 +8,16 @@ from typing import Any
 
 WIDTH, HEIGHT = 760.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 12.0, 14.0, 34.0
+_TIME_STEPS_S = tuple(
+    unit * count
+    for unit, counts in (
+        (1, (1, 2, 5, 10, 15, 30)),
+        (60, (1, 2, 5, 10, 15, 30)),
+        (3600, (1, 2, 3, 6, 12)),
+        (86400, (1, 2, 5, 10, 30)),
+    )
+    for count in counts
+)
 
 
 @dataclass(frozen=True)
@@ -66,9 +76,9 @@ def sequence_chart(
     for value in ticks(low, high):
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value)}" y2="{y(value)}"/>'
-            f'<text class="axis end" x="{LEFT - 6}" y="{y(value) + 4}">{value:+.3g}</text>'
+            f'<text class="axis end" x="{LEFT - 6}" y="{y(value) + 4}">{signed(value)}</text>'
         )
-    for value in ticks(0, max(end_s, 1.0), count=5):
+    for value in time_ticks(max(end_s, 1.0)):
         parts.append(
             f'<text class="axis mid" x="{x(value)}" y="{HEIGHT - 12}">{duration(value)}</text>'
         )
@@ -109,7 +119,7 @@ def forest_chart(rows: Sequence[Mapping[str, Any]], *, required_bound: float) ->
     for value in ticks(low, high):
         parts.append(
             f'<line class="grid" x1="{x(value)}" x2="{x(value)}" y1="{TOP}" y2="{bottom}"/>'
-            f'<text class="axis mid" x="{x(value)}" y="{height - 12}">{value:+.3g}</text>'
+            f'<text class="axis mid" x="{x(value)}" y="{height - 12}">{signed(value)}</text>'
         )
     levels = [("zero", 0.0)] + ([("margin", required_bound)] if required_bound > 0 else [])
     for name, value in levels:
@@ -139,8 +149,20 @@ def ticks(low: float, high: float, *, count: int = 6) -> list[float]:
     return [i * step for i in range(ceil(low / step), floor(high / step) + 1)]
 
 
+def time_ticks(end_s: float) -> list[float]:
+    """Round times from 0 to `end_s`, at most six."""
+    step = next((step for step in _TIME_STEPS_S if end_s / step <= 6), end_s / 5)
+    return [i * step for i in range(int(end_s / step) + 1)]
+
+
+def signed(value: float) -> str:
+    return f"{value:+.3g}" if abs(value) > 1e-12 else "0"
+
+
 def duration(seconds: float) -> str:
     """`90s`, `15m`, `6h`, `3d`: the largest unit that reads well."""
+    if not seconds:
+        return "0"
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * size or (seconds >= size and seconds % size == 0):
             return f"{seconds / size:.3g}{unit}"

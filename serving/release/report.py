@@ -133,6 +133,7 @@ def render(document: Mapping[str, Any]) -> str:
         "signed": _signed,
         "share": _share,
         "odds": _odds,
+        "points": _points,
         "duration": charts.duration,
     }
     numbers = document["verdict"]["numbers"]
@@ -199,6 +200,10 @@ def _differences(place: str, stored: Any, again: Any) -> Iterator[str]:
 
 def _signed(value: float) -> str:
     return f"{value:+.4f}"
+
+
+def _points(value: float) -> str:
+    return f"{charts.signed(round(100 * value, 2))} points"
 
 
 def _odds(log_e_value: float) -> str:

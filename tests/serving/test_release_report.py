@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from tests.support.release import START, TICK, Simulation, evidence_of, release,
 def spec() -> ModelSpec:
     flights = load_spec(Path(__file__).parents[2] / "models" / "flights")
     return flights.model_copy(update={"release": release()})
+
+
+@cache
+def simulated(delta: float) -> Evidence:
+    return evidence_of(Simulation(1, delta=delta).cells_at(59))
 
 
 def write(folder: Path, spec: ModelSpec, evidence: Evidence, **over: Any) -> None:
@@ -53,7 +59,7 @@ def write(folder: Path, spec: ModelSpec, evidence: Evidence, **over: Any) -> Non
 def test_every_number_is_derived_again(
     tmp_path: Path, spec: ModelSpec, delta: float, kind: Kind | None
 ) -> None:
-    write(tmp_path, spec, evidence_of(Simulation(1, delta=delta).cells_at(59)))
+    write(tmp_path, spec, simulated(delta))
 
     assert rederive(tmp_path) == []
     document = json.loads((tmp_path / "report.json").read_text())
@@ -66,7 +72,7 @@ def test_every_number_is_derived_again(
 
 
 def test_a_changed_table_or_number_is_found(tmp_path: Path, spec: ModelSpec) -> None:
-    write(tmp_path, spec, evidence_of(Simulation(1, delta=0.04).cells_at(59)))
+    write(tmp_path, spec, simulated(0.04))
     cells = pq.read_table(tmp_path / "cells.parquet").to_pylist()
     cells[0]["s"] += 1
     pq.write_table(Evidence.from_rows(cells).cells, tmp_path / "cells.parquet")
