@@ -102,7 +102,8 @@ class Manifest(_Record):
     """What an artifact is and exactly which bytes it holds. `manifest.json`, written last."""
 
     kind: str = Field(
-        description="collected | validation | snapshot | checkpoint | evaluation | export | version | release"
+        description="collected | validation | snapshot | checkpoint | evaluation | export | "
+        "version | release"
     )
     model: str
     id: str
