@@ -101,7 +101,10 @@ class FileEntry(_Record):
 class Manifest(_Record):
     """What an artifact is and exactly which bytes it holds. `manifest.json`, written last."""
 
-    kind: str = Field(description="snapshot | checkpoint | export | release")
+    kind: str = Field(
+        description="collected | validation | snapshot | checkpoint | evaluation | export | "
+        "version | release"
+    )
     model: str
     id: str
     created: datetime

@@ -65,8 +65,9 @@ def aliases(
     wanted = {}
     if champion and champion.episode_id in versions:
         wanted["champion"] = versions[champion.episode_id]
-    if champion and champion.previous_episode_id in versions:
-        wanted["previous"] = versions[champion.previous_episode_id]
+    previous = champion.previous_episode_id if champion else None
+    if previous is not None and previous in versions:
+        wanted["previous"] = versions[previous]
     for episode in episodes:
         if episode.is_open and episode.id in versions and episode.state is not State.PROBATION:
             wanted["candidate"] = versions[episode.id]

@@ -25,7 +25,7 @@ from serving.reconcile import Serving
 from serving.release import probation
 from serving.release.cells import collect_cells
 from serving.release.evidence import Evidence, StageWindow
-from serving.release.report import read_verdict, write_report
+from serving.release.report import look_of, read_verdict, write_report
 from serving.release.verdict import Kind, Latch, Verdict, judge
 
 log = logging.getLogger(__name__)
@@ -200,13 +200,13 @@ class ReleaseFlow:
         return self.store.run(episode.model, episode.id) / "looks.jsonl"
 
     def _note(self, episode: Episode, verdict: Verdict) -> None:
-        kept = ("stage", "share", "theta", "lower", "upper", "fixed_lower", "fixed_upper")
         look = {
             "at": verdict.at.isoformat(),
             "kind": verdict.kind.value,
             "reason": verdict.reason,
+            "stage": verdict.numbers["stage"],
             "latch": verdict.latch.as_dict(),
-            **{name: verdict.numbers.get(name) for name in kept},
+            "chart": look_of(verdict),
         }
         path = self._looks(episode)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,13 +229,18 @@ class ReleaseFlow:
                     write_report(
                         folder,
                         spec=self.spec,
-                        episode_id=episode.id,
+                        episode=episode.id,
                         candidate=int(episode.version or 0),
                         champion=int(episode.champion_at_start or 0),
                         stages=self._stages(episode),
                         evidence=evidence,
                         verdict=verdict,
-                        looks=read_looks(self._looks(episode)),
+                        looks=[
+                            look["chart"]
+                            for look in read_looks(self._looks(episode))
+                            if look["chart"] is not None
+                        ],
+                        facts={"code": episode.code_revision, "trigger": _why(episode)},
                     )
                     facts.update({"kind": verdict.kind.value, "reason": verdict.reason})
             except Conflict:
@@ -351,6 +356,10 @@ def read_looks(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in lines]
+
+
+def _why(episode: Episode) -> str:
+    return "; ".join(map(str, episode.trigger.get("reasons", []))) or "unknown"
 
 
 def _stage(index: int, share: float) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def load(path: Path) -> tuple[int, Values]:
         Permanent: `checkpoint.unreadable`.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            values = {name: file[name] for name in file.files}
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            values = {name: arrays[name] for name in arrays.files}
         return int(values.pop(STEP)), values
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise Permanent("checkpoint.unreadable", f"{path} cannot be read: {error}") from error

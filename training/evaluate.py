@@ -110,7 +110,9 @@ def conclude(
     kind = spec.data.label.kind
     mean = read_manifest(source).facts["label_mean_train"]
     candidate = metrics_of(kind, labels, predictions["trained"])
-    champion = metrics_of(kind, labels, predictions["champion"]) if champion_version else None
+    champion = None
+    if champion_version is not None:
+        champion = metrics_of(kind, labels, predictions["champion"])
     gates = gate.judge(spec.evaluation, candidate, champion)
     slices = tuple(_slices(spec, rows, labels, predictions))
     reasons = [result.says for result in gates if not result.passed]

@@ -74,7 +74,7 @@ def export(spec: ModelSpec, store: Store, episode_id: str) -> ExportResult:
         spec, episode_id, evaluation.request_for(spec, store, episode_id, None)
     )
     with run_job(spec, request, store.run(spec.name, episode_id)) as answer:
-        return _conclude(spec, store, episode_id, answer)
+        return conclude(spec, store, episode_id, answer)
 
 
 def evaluate_and_export(
@@ -92,7 +92,7 @@ def evaluate_and_export(
         if not result.passed:
             return result, None
         if request.variants:
-            return result, _conclude(spec, store, episode_id, answer)
+            return result, conclude(spec, store, episode_id, answer)
     return result, export(spec, store, episode_id)
 
 
@@ -157,7 +157,7 @@ def _with_variants(spec: ModelSpec, episode_id: str, request: Request) -> Reques
     )
 
 
-def _conclude(spec: ModelSpec, store: Store, episode_id: str, answer: Answer) -> ExportResult:
+def conclude(spec: ModelSpec, store: Store, episode_id: str, answer: Answer) -> ExportResult:
     rows = pq.read_table(store.snapshot(spec.name, episode_id) / HOLDOUT, columns=["label"])
     labels = rows["label"].to_numpy()
     trained = answer.predictions["trained"]

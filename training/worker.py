@@ -40,6 +40,7 @@ def main(plan_path: str, events: int) -> None:
     import keras  # noqa: F401
     import tensorflow  # noqa: F401
 
+    log.info("pool ready")
     send(events, {"event": "ready"})
     workers: dict[int, int] = {}
     generation = 0
@@ -149,6 +150,7 @@ def _work(plan: dict[str, Any], command: dict[str, Any], rank: int, events: int)
     tf.config.experimental.enable_op_determinism()
     strategy = make_strategy(training, rank, ports)
     rows = load_rows(spec, Path(plan["snapshot"]))
+    log.info("rows loaded")
     with strategy.scope():
         model = build_model(spec, Encoding.read(Path(plan["encoding"])))
         loop = Loop(
@@ -169,6 +171,7 @@ def _work(plan: dict[str, Any], command: dict[str, Any], rank: int, events: int)
             _, values = checkpoint.load(Path(plan["parent"]))
             loop.warm_start(values, what=f"the champion's checkpoint {plan['parent']}")
 
+    log.info("model built, starting at step %d", step)
     board = tf.summary.create_file_writer(plan["tensorboard"]) if chief else None
     every = training.checkpoint_every_steps
     while step < steps:
@@ -176,6 +179,7 @@ def _work(plan: dict[str, Any], command: dict[str, Any], rank: int, events: int)
         loss, norm = loop.run(tf.constant(step, tf.int64), tf.constant(count, tf.int64))
         step += count
         loss, norm = float(loss), float(norm)
+        log.info("worker %d: step %d, loss %.5f", rank, step, loss)
         if not abs(loss) < float("inf"):
             raise Permanent(
                 "train.loss_not_finite",

@@ -21,7 +21,7 @@ from perennial.errors import NeedsHuman, Retryable
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 15.0
+GRACE_S = 8.0
 MAX_PAUSE_S = 30.0
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
+from perennial.spec import Guardrail
 from serving.release.cells import files_between
 from serving.release.guardrails import TRIPWIRE_FLOOR, TRIPWIRE_REQUESTS
-
-from perennial.spec import Guardrail
 
 
 def errors(

@@ -15,6 +15,11 @@ from serving.embedded.status import Code, StatusError
 from serving.embedded.tensors import fill, to_array
 from serving.embedded.warmup import FILE, warm_up
 
+DTYPES = (
+    *("float32", "float64", "float16", "bfloat16", "complex64", "bool"),
+    *("int8", "uint8", "int32", "int64", "uint64"),
+)
+
 
 def load(folder: Path) -> tf_session.Session:
     return tf_session.load(folder, tags=("serve",), intra_op=1, inter_op=1)
@@ -70,22 +75,7 @@ def test_garbage_is_no_savedmodel(tmp_path: Path) -> None:
     assert caught.value.code == Code.DATA_LOSS
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "float32",
-        "float64",
-        "float16",
-        "bfloat16",
-        "int8",
-        "uint8",
-        "int32",
-        "int64",
-        "uint64",
-        "bool",
-        "complex64",
-    ],
-)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("as_content", [False, True])
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])
 def test_tensors_survive_the_wire(dtype: str, as_content: bool, shape: tuple[int, ...]) -> None:

@@ -1,0 +1,377 @@
+"""Stories of a release, on real pools, a real router and a real ledger; faults between any steps.
+
+The traffic is written as the recorder would have written it, so that a story decides in seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from perennial.episode import advance, end
+from perennial.errors import NeedsHuman, Permanent
+from perennial.ledger import ChampionMove, Ledger
+from perennial.records import LABEL_SCHEMA, prediction_schema
+from perennial.settings import Settings
+from perennial.spec import ModelSpec
+from perennial.states import State
+from perennial.store import Store, verify
+from serving.flow import ReleaseFlow, roll_back
+from serving.release.report import rederive
+from serving.router.routes import write_routes
+from tests.support.serving import Server
+from tests.support.traffic import make_settings, routing
+
+KEYS = [f"key-{i}" for i in range(800)]
+
+
+@pytest.fixture(scope="module")
+def pools(server: Server, second_server: Server, tmp_path_factory) -> Iterator[Settings]:
+    """Settings of two running pools behind a running Envoy."""
+    settings = make_settings(
+        tmp_path_factory.mktemp("flow"),
+        stable_port=server.port,
+        stable_rest_port=server.rest_port,
+        canary_port=second_server.port,
+        canary_rest_port=second_server.rest_port,
+        poll_s=1,
+    )
+    with routing(settings):
+        yield settings
+
+
+@pytest.fixture
+def spec(flights: ModelSpec) -> ModelSpec:
+    """The flights model on a clock that lets every stage end at once."""
+    release = flights.release.model_dump()
+    release |= {
+        "ramp": [
+            {"share": 0.05, "min_duration": 0},
+            {"share": 0.25, "min_duration": 0},
+            {"share": 0.5, "min_duration": 0},
+        ],
+        "margin": 0.05,
+        "mde": 0.05,
+        "min_keys_stage": 10,
+        "probation": 0,
+    }
+    data = flights.data.model_copy(update={"label_horizon": timedelta(0)})
+    return flights.model_copy(
+        update={"data": data, "release": type(flights.release).model_validate(release)}
+    )
+
+
+class Story:
+    """given a champion v1 and a candidate v2; when traffic comes; then …"""
+
+    def __init__(self, settings: Settings, spec: ModelSpec, ledger: Ledger) -> None:
+        self.settings, self.spec, self.ledger = settings, spec, ledger
+        self.store = Store(settings.store)
+        self.random = np.random.default_rng(5)
+        self.parts = 0
+
+    def given_champion(self, version: int) -> Story:
+        episode = self._walk(State.PROMOTING, version)
+        moved = self.ledger.transition(
+            episode,
+            State.PROBATION,
+            actor="test",
+            evidence={},
+            champion=ChampionMove(version - 1, version, episode.id),
+        )
+        self.ledger.transition(moved, State.PROMOTED, actor="test", evidence={})
+        self.flow().serving.reconcile(self.spec.name)
+        return self
+
+    def given_candidate(self, version: int) -> Story:
+        champion = self.ledger.champion(self.spec.name)
+        assert champion is not None
+        episode = self._walk(State.EXPORTING, version)
+        self.episode = self.ledger.transition(
+            episode,
+            State.SHADOWING,
+            actor="test",
+            evidence={},
+            data={"champion_revision": champion.revision},
+        )
+        return self
+
+    def _walk(self, to: State, version: int):
+        episode = self.ledger.open_episode(self.spec, actor="test", trigger={"kind": "test"})
+        for state in list(State)[1:6]:
+            episode = self.ledger.transition(episode, state, actor="test", evidence={})
+        assert self.ledger.allocate_version(episode.id) == version
+        episode = self.ledger.episode(episode.id)
+        if to is not State.EXPORTING:
+            episode = self.ledger.transition(episode, to, actor="test", evidence={})
+        return episode
+
+    def flow(self, ledger: Ledger | None = None) -> ReleaseFlow:
+        return ReleaseFlow(self.settings, self.spec, ledger or self.ledger)
+
+    def step(self, ledger: Ledger | None = None):
+        flow = self.flow(ledger)
+        return advance(
+            ledger or self.ledger,
+            self.episode.id,
+            flow.steps(),
+            actor="test",
+            guard=flow.guard,
+            cleanup=flow.cleanup,
+        )
+
+    def traffic(self, *, candidate_loss: float, failing: float = 0.0) -> None:
+        """One request of each key in the running stage, with its label.
+
+        Args:
+            candidate_loss: how far the candidate's probabilities are off; the champion's: 0.3.
+            failing: share of the canary's calls that fail.
+        """
+        stages = self.ledger.episode(self.episode.id).data.get("stages", [])
+        if not stages or stages[-1]["start"] is None:
+            return
+        share, now = stages[-1]["share"], datetime.now(UTC)
+        rows, labels = [], []
+        for key in KEYS:
+            digest = hashlib.sha256(f"{self.episode.id}:{key}".encode()).digest()
+            is_canary = int.from_bytes(digest[:8], "big") / 2**64 < share
+            truth = float(self.random.random() < 0.3)
+            off = candidate_loss if is_canary else 0.3
+            arm = "canary" if is_canary else "stable"
+            failed = is_canary and self.random.random() < failing
+            request_id = f"{self.parts}-{key}"
+            rows.append(
+                {
+                    "request_id": request_id,
+                    "row": 0,
+                    "key_hash": key,
+                    "time": now,
+                    "arm": arm,
+                    "assigned": arm,
+                    "route": "split",
+                    "version": 2 if is_canary else 1,
+                    "status": 13 if failed else 0,
+                    "score": None if failed else abs(truth - off),
+                }
+            )
+            labels.append(
+                {
+                    "request_id": request_id,
+                    "row": 0,
+                    "value": truth,
+                    "time": now,
+                    "received": now,
+                    "source": "test",
+                }
+            )
+        self._write(self.store.predictions(self.spec.name), rows, prediction_schema(self.spec), now)
+        self._write(self.store.labels(self.spec.name), labels, LABEL_SCHEMA, now)
+        self.parts += 1
+
+    def _write(self, folder: Path, rows: list, schema: pa.Schema, now: datetime) -> None:
+        place = folder / f"date={now:%Y-%m-%d}" / f"hour={now:%H}"
+        place.mkdir(parents=True, exist_ok=True)
+        table = pa.Table.from_pylist(rows, schema)
+        pq.write_table(table, place / f".{self.parts}")
+        (place / f".{self.parts}").rename(place / f"{self.parts}.parquet")
+
+    def until(self, *states: State, limit: int = 40, **traffic: float):
+        """Traffic and steps in turn, until the episode is in one of the states."""
+        for _ in range(limit):
+            self.traffic(**traffic)
+            episode = self.step()
+            if episode.state in states:
+                return episode
+        raise AssertionError(f"still {episode.state} after {limit} steps")
+
+    def served(self) -> tuple[list[int], list[int], float]:
+        serving = self.flow().serving
+        return (
+            list(serving._stable.served(self.spec.name)[0].available),
+            list(serving._canary.served(self.spec.name)[0].available),
+            serving.share(self.spec.name),
+        )
+
+
+@pytest.fixture
+def story(pools: Settings, spec: ModelSpec, ledger: Ledger, exports: Path) -> Story:
+    store = Store(pools.store)
+    shutil.rmtree(store.model_dir(spec.name), ignore_errors=True)
+    for version in (1, 2, 3):
+        shutil.copytree(exports / "affine" / str(version), store.version(spec.name, version))
+    told = Story(pools, spec, ledger)
+    flow = told.flow()
+    flow.serving.write_routes((spec.name,))
+    flow.serving.reconcile(spec.name)
+    return told
+
+
+ENDS = (State.PROMOTED, State.ROLLED_BACK, State.INCONCLUSIVE, State.FAILED, State.SUPERSEDED)
+
+
+def test_an_equal_candidate_is_promoted_stage_by_stage(story: Story) -> None:
+    story.given_champion(1).given_candidate(2)
+    done = story.until(*ENDS, candidate_loss=0.3)
+    assert done.state is State.PROMOTED
+    assert story.ledger.champion("flights").version == 2
+    assert story.served() == ([2], [], 0.0)
+    shares = [e.evidence["share"] for e in story.ledger.events(done.id) if "stage" in e.evidence]
+    assert shares == [0.05, 0.25, 0.5]
+    report = story.store.release("flights", done.id)
+    verify(report)
+    assert rederive(report) == []
+
+
+def test_a_worse_candidate_is_rolled_back_and_fenced(story: Story) -> None:
+    story.given_champion(1).given_candidate(2)
+    done = story.until(*ENDS, candidate_loss=0.6)
+    assert done.state is State.ROLLED_BACK
+    last = story.ledger.events(done.id)[-1].evidence
+    assert last["reason"] == "primary.worse"
+    assert last["numbers"]["lower"] > 0
+    assert story.ledger.fences("flights").keys() == {2}
+    assert story.ledger.champion("flights").version == 1
+    assert story.served() == ([1], [], 0.0)
+
+
+def test_a_failing_candidate_is_rolled_back_by_its_guardrail(story: Story) -> None:
+    story.given_champion(1).given_candidate(2)
+    done = story.until(*ENDS, candidate_loss=0.3, failing=0.5)
+    assert done.state is State.ROLLED_BACK
+    assert story.ledger.events(done.id)[-1].evidence["reason"].startswith("guardrail.")
+
+
+def test_without_traffic_nothing_is_decided(story: Story) -> None:
+    story.given_champion(1).given_candidate(2)
+    for _ in range(5):
+        episode = story.step()
+    assert episode.state is State.RAMPING
+    assert story.served() == ([1], [2], 0.05)
+    before = episode.revision
+    assert story.step().revision == before
+
+
+class Crashing(Ledger):
+    """Dies once before and once after every transition that it is asked for."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.seen: dict[tuple[str, str, int], int] = {}
+
+    def transition(self, episode, to, **kwargs):
+        point = (episode.state, to, len(episode.data.get("stages", [])))
+        self.seen[point] = self.seen.get(point, 0) + 1
+        if self.seen[point] == 1:
+            raise KeyboardInterrupt("before the commit")
+        moved = super().transition(episode, to, **kwargs)
+        raise KeyboardInterrupt("after the commit")
+        return moved
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(0.3, State.PROMOTED), (0.6, State.ROLLED_BACK)])
+def test_a_crash_before_and_after_every_commit_changes_nothing(
+    story: Story, ledger_url: str, loss: float, expected: State
+) -> None:
+    story.given_champion(1).given_candidate(2)
+    crashing = Crashing(ledger_url)
+    crashes = 0
+    for _ in range(80):
+        story.traffic(candidate_loss=loss)
+        try:
+            story.step(crashing)
+        except KeyboardInterrupt:
+            crashes += 1
+        if not story.ledger.episode(story.episode.id).is_open:
+            break
+    done = story.step()
+    crashing.close()
+    assert done.state is expected
+    assert crashes == 2 * len(crashing.seen) >= 8
+    assert story.ledger.verify_history(done.id) == done.revision
+    winner = 2 if expected is State.PROMOTED else 1
+    assert story.ledger.champion("flights").version == winner
+    assert story.served() == ([winner], [], 0.0)
+    verify(story.store.release("flights", done.id))
+
+
+def test_the_champion_moved_meanwhile(story: Story, spec: ModelSpec) -> None:
+    story.given_champion(1).given_candidate(2)
+    story.until(State.RAMPING, candidate_loss=0.3)
+    with story.ledger._session() as session:
+        from perennial.tables import ChampionRow
+
+        session.get_one(ChampionRow, "flights").revision += 1
+    done = story.until(*ENDS, candidate_loss=0.3)
+    assert done.state is State.SUPERSEDED
+    assert story.ledger.champion("flights").version == 1
+    assert story.served() == ([1], [], 0.0)
+
+
+def test_an_operators_rollback_in_each_phase(story: Story) -> None:
+    story.given_champion(1)
+    with pytest.raises(NeedsHuman, match="no version before"):
+        roll_back(story.settings, story.spec, story.ledger, actor="ann", reason="why not")
+    story.given_candidate(2)
+    story.until(State.RAMPING, candidate_loss=0.3)
+    with pytest.raises(Permanent, match="reason"):
+        roll_back(story.settings, story.spec, story.ledger, actor="ann", reason=" ")
+    done = roll_back(story.settings, story.spec, story.ledger, actor="ann", reason="I saw it")
+    assert done["withdrawn"] == 2
+    assert story.served() == ([1], [], 0.0)
+    story.given_candidate(3)
+    promoted = story.until(*ENDS, candidate_loss=0.3)
+    assert (promoted.state, story.served()[0]) == (State.PROMOTED, [3])
+    done = roll_back(story.settings, story.spec, story.ledger, actor="ann", reason="complaints")
+    assert done["champion"] == 1
+    assert story.ledger.episode(promoted.id).state is State.ROLLED_BACK
+    assert story.served() == ([1], [], 0.0)
+    assert story.ledger.fences("flights") == {2: "I saw it", 3: "complaints"}
+    with pytest.raises(NeedsHuman, match="is fenced"):
+        roll_back(story.settings, story.spec, story.ledger, actor="ann", reason="again")
+
+
+def test_an_abort_takes_the_candidate_out(story: Story) -> None:
+    story.given_champion(1).given_candidate(2)
+    story.until(State.RAMPING, candidate_loss=0.3)
+    story.step()
+    end(
+        story.ledger,
+        story.episode.id,
+        State.ABORTED,
+        actor="ann",
+        reason="wrong week",
+        cleanup=story.flow().cleanup,
+    )
+    assert story.served() == ([1], [], 0.0)
+
+
+def test_a_candidate_that_cannot_be_loaded_fails_and_the_champion_serves(
+    story: Story, exports: Path
+) -> None:
+    story.given_champion(1).given_candidate(2)
+    target = story.store.version("flights", 2)
+    shutil.rmtree(target)
+    shutil.copytree(exports / "corrupt", target)
+    done = story.until(*ENDS, candidate_loss=0.3)
+    assert done.state is State.FAILED
+    assert story.ledger.events(done.id)[-1].evidence["error"]["code"] == "pool.load_failed"
+    assert story.served() == ([1], [], 0.0)
+
+
+def test_a_route_that_somebody_changed_is_put_back(story: Story) -> None:
+    story.given_champion(1).given_candidate(2)
+    story.until(State.RAMPING, candidate_loss=0.3)
+    story.step()
+    from serving.router.routes import ModelRouting, routes_path
+
+    write_routes(routes_path(story.settings), {"flights": ModelRouting(0.9, "mine")})
+    story.step()
+    assert story.served()[2] == 0.05

@@ -1,0 +1,173 @@
+"""Collecting: what is matured and labelled is learnt from, everything else is counted."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from perennial.errors import Permanent
+from perennial.spec import ModelSpec
+from perennial.store import Store, read_manifest
+from tests.support.training import (
+    SECRET,
+    START,
+    clicks,
+    write_labels,
+    write_model,
+    write_predictions,
+)
+from training.collect import ROWS_FILE, collect
+from training.history import import_history
+
+NOW = START + timedelta(days=1)
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(f"file://{tmp_path / 'store'}")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    return write_model(tmp_path / "models", training={"min_rows": 1})
+
+
+def test_every_way_a_label_can_go_wrong_is_counted(spec: ModelSpec, store: Store) -> None:
+    write_predictions(
+        spec,
+        store,
+        [
+            {"request_id": "labelled", "time": START},
+            {"request_id": "labelled", "time": START, "row": 1},
+            {"request_id": "labelled", "time": START, "arm": "shadow", "version": 2},
+            {"request_id": "failed", "time": START, "status": 14, "score": None, "version": 0},
+            {"request_id": "silent", "time": START},
+            {"request_id": "told-twice", "time": START, "arm": "canary"},
+            {"request_id": "contradicted", "time": START},
+            {"request_id": "young", "time": NOW - HOUR / 2},
+        ],
+    )
+    later, latest = START + HOUR, START + 2 * HOUR
+    write_labels(
+        spec,
+        store,
+        [
+            {"request_id": "labelled", "value": 1.0, "time": later},
+            {"request_id": "labelled", "row": 1, "value": 0.0, "time": later},
+            {"request_id": "failed", "value": 1.0, "time": later},
+            {"request_id": "told-twice", "value": 1.0, "time": later},
+            {"request_id": "told-twice", "value": 1.0, "time": latest},
+            {"request_id": "contradicted", "value": 1.0, "time": later},
+            {"request_id": "contradicted", "value": 0.0, "time": latest},
+            {"request_id": "nobody", "value": 1.0, "time": later},
+            {"request_id": "young", "value": 1.0, "time": NOW - HOUR / 4},
+            {"request_id": "silent", "value": 1.0, "time": later, "received": NOW + HOUR},
+        ],
+    )
+    result = collect(spec, store, "e1", now=NOW)
+    assert result.counts == {
+        "predictions": 6,
+        "labels": 7,
+        "joined": 5,
+        "unlabelled": 1,
+        "unknown": 1,
+        "duplicates": 2,
+        "conflicting": 1,
+        "duplicate_predictions": 0,
+        "immature": 1,
+    }
+    rows = pq.read_table(result.path / ROWS_FILE).to_pylist()
+    assert {(r["request_id"], r["row"]): r["label"] for r in rows} == {
+        ("labelled", 0): 1.0,
+        ("labelled", 1): 0.0,
+        ("failed", 0): 1.0,
+        ("told-twice", 0): 1.0,
+        ("contradicted", 0): 0.0,
+    }
+    assert "shadow" not in {r["arm"] for r in rows}
+
+
+def test_the_window_takes_the_newest_rows(tmp_path: Path, store: Store) -> None:
+    spec = write_model(
+        tmp_path / "models",
+        training={"min_rows": 1, "window": {"max_rows": 100, "max_age": "30d"}},
+    )
+    import_history(spec, store, clicks(300, start=START - timedelta(days=40)), secret=SECRET)
+    import_history(spec, store, clicks(300, start=START), secret=SECRET)
+    result = collect(spec, store, "e1", now=NOW)
+    assert (result.rows, result.counts["joined"]) == (100, 300)
+    assert result.first == START + timedelta(seconds=200)
+    assert result.last == START + timedelta(seconds=299)
+
+
+def test_history_is_imported_once_and_masked(spec: ModelSpec, store: Store) -> None:
+    table = clicks(200)
+    assert import_history(spec, store, table, secret=SECRET) == 200
+    assert import_history(spec, store, table, secret=SECRET) == 200
+    result = collect(spec, store, "e1", now=NOW)
+    assert (result.rows, result.counts["duplicates"]) == (200, 0)
+    rows = pq.read_table(result.path / ROWS_FILE)
+    assert rows["feature_email"].null_count == 200
+    assert set(rows["arm"].to_pylist()) == {"history"}
+    assert rows["label"].to_pylist() == table["clicked"].to_pylist()
+    assert not any(b"example.org" in p.read_bytes() for p in store.root.rglob("*.parquet"))
+
+
+def test_history_with_missing_columns_is_refused(spec: ModelSpec, store: Store) -> None:
+    with pytest.raises(Permanent, match=r"lacks city, user") as caught:
+        import_history(spec, store, clicks(5).drop_columns(["city", "user"]), secret=SECRET)
+    assert caught.value.code == "history.columns"
+
+
+def test_collecting_again_returns_what_was_published(spec: ModelSpec, store: Store) -> None:
+    import_history(spec, store, clicks(50), secret=SECRET)
+    first = collect(spec, store, "e1", now=NOW)
+    import_history(spec, store, clicks(70, seed=1), secret=SECRET)
+    assert collect(spec, store, "e1", now=NOW + HOUR) == first
+    assert collect(spec, store, "e2", now=NOW).rows == 120
+
+
+def test_a_drill_shuffles_the_labels_and_says_so(spec: ModelSpec, store: Store) -> None:
+    table = clicks(300)
+    import_history(spec, store, table, secret=SECRET)
+    result = collect(spec, store, "e1", now=NOW, shuffle_labels=True)
+    shuffled = pq.read_table(result.path / ROWS_FILE)["label"].to_numpy()
+    honest = table["clicked"].to_numpy()
+    assert shuffled.sum() == honest.sum()
+    assert np.mean(shuffled != honest) > 0.3
+    assert result.shuffled
+    assert read_manifest(result.path).facts["shuffled_labels"] is True
+
+
+def test_an_older_log_without_a_newer_feature_still_joins(tmp_path: Path, store: Store) -> None:
+    old = write_model(tmp_path / "old", training={"min_rows": 1})
+    import_history(old, store, clicks(50), secret=SECRET)
+    features = {**old.model_dump(mode="json")["data"]["features"], "device": {"type": "string"}}
+    new = write_model(tmp_path / "new", training={"min_rows": 1}, data={"features": features})
+    result = collect(new, store, "e1", now=NOW)
+    assert pq.read_table(result.path / ROWS_FILE)["feature_device"].null_count == 50
+
+
+def test_without_labels_it_says_what_there_is(spec: ModelSpec, store: Store) -> None:
+    with pytest.raises(Permanent, match="0 prediction_files") as caught:
+        collect(spec, store, "e1", now=NOW)
+    assert caught.value.code == "collect.no_matured_labels"
+    write_predictions(spec, store, [{"request_id": "a", "time": START}])
+    write_labels(spec, store, [{"request_id": "b", "value": 1.0, "time": START}])
+    with pytest.raises(Permanent, match=r"horizon 1h .*1 predictions.* 1 unknown") as caught:
+        collect(spec, store, "e1", now=NOW)
+    assert caught.value.code == "collect.no_matured_labels"
+    assert not (store.run("clicks", "e1") / "collected").exists()
+
+
+def test_too_few_rows_are_refused_with_the_numbers(tmp_path: Path, store: Store) -> None:
+    spec = write_model(tmp_path / "models", training={"min_rows": 500})
+    import_history(spec, store, clicks(499), secret=SECRET)
+    with pytest.raises(Permanent, match=r"499 labelled rows, training.min_rows is 500") as caught:
+        collect(spec, store, "e1", now=NOW)
+    assert caught.value.code == "collect.too_few_rows"
