@@ -317,8 +317,8 @@ class _Builder:
                     {"name": f"canary_or_stable{suffix}", "weight": routing.canary_weight},
                 ],
             },
-            # Without a key the request id decides: a call that is sent again meets the same arm, and
-            # the arm doesn't depend on the random number that the capture is sampled with.
+            # Without a key the request id decides: a call that is sent again meets the same arm,
+            # which doesn't depend on the random number that the capture is sampled with.
             "hash_policy": [
                 {
                     "header": {"header_name": "x-routing-key", "regex_rewrite": rewrite},

@@ -62,7 +62,7 @@ class World:
         return {s.name: s.state for s in evaluate(self.spec, self.prometheus)}[name]
 
     def comes_to(self, name: str, verdict: Verdict) -> None:
-        eventually(lambda: self.state(name) is verdict, f"{name} is {verdict}", 30, 0.2)
+        eventually(lambda: self.state(name) is verdict, f"{name} is {verdict}", 60, 0.2)
 
     def watch(self) -> str:
         return watch(self.settings, self.spec, self.ledger, actor="tests").summary
@@ -109,7 +109,7 @@ def test_a_model_that_got_worse_is_retrained_once(world: World) -> None:
 
     world.traffic(50, 0.3)
     world.comes_to("coverage", Verdict.NO_DATA)
-    eventually(lambda: "50 of at least 100" in world.watch(), "the count is said", 30, 0.2)
+    eventually(lambda: "50 of at least 100" in world.watch(), "the count is said", 60, 0.2)
 
     world.traffic(80, 0.99)
     world.comes_to("quality", Verdict.BREACHED)  # a third of it is bad: 0.47 > 0.45
@@ -123,7 +123,7 @@ def test_a_model_that_got_worse_is_retrained_once(world: World) -> None:
     eventually(
         lambda: watch(world.settings, world.spec, world.ledger, actor="tests").episode_id,
         "an episode is opened",
-        30,
+        60,
         0.2,
     )
     episode = world.ledger.open_episode_of("trips")
@@ -197,7 +197,7 @@ def test_the_exporters_process(
         def get(name: str, **labels: str) -> float | None:
             return metric(settings.exporter_port, name, **labels)
 
-        eventually(lambda: get("perennial_model_info", **own) == 1, "it measures")
+        eventually(lambda: get("perennial_model_info", **own) == 1, "it measures", 60, 0.2)
         assert get("perennial_baseline", model="exported", metric="log_loss") == 0.4
         assert get("perennial_quality_labelled_rows", threshold="quality", **own) == 10
         assert get("perennial_quality", metric="log_loss", **own) == pytest.approx(0.6931, abs=1e-4)

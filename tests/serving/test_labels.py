@@ -49,7 +49,7 @@ class Labels:
         self.ready()
 
     def ready(self) -> None:
-        grpc.channel_ready_future(self.channel).result(20)
+        grpc.channel_ready_future(self.channel).result(60)
 
     def send(
         self, *labels: pb.Label, model: str = "trips", source: str = ""

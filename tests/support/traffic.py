@@ -55,7 +55,7 @@ evaluation:
 
 
 def eventually(
-    condition: Callable[[], Any], what: str, deadline_s: float = 20.0, every_s: float = 0.02
+    condition: Callable[[], Any], what: str, deadline_s: float = 60.0, every_s: float = 0.05
 ) -> Any:
     """Waits until `condition` gives something true, and returns it."""
     deadline = time.monotonic() + deadline_s
@@ -359,8 +359,8 @@ def _routing(settings: Settings) -> Iterator[Router]:
     process = Process(envoy.command(settings, drain_time_s=1), {}, settings.home / "envoy.log")
     with process, grpc.insecure_channel(f"127.0.0.1:{settings.router_port}") as channel:
         declared = routes.read_routes(routes.routes_path(settings))
-        routes.wait_applied(envoy.admin_url(settings), declared.version, 10.0)
-        grpc.channel_ready_future(channel).result(10)
+        routes.wait_applied(envoy.admin_url(settings), declared.version, 60.0)
+        grpc.channel_ready_future(channel).result(60)
         yield Router(settings, process, channel)
 
 
