@@ -317,8 +317,8 @@ class _Builder:
                     {"name": f"canary_or_stable{suffix}", "weight": routing.canary_weight},
                 ],
             },
-            # The hash of the request id, for calls without a key, is not a luxury: without it the
-            # arm is drawn from the same random number as the capture's sampling.
+            # Without a key the request id decides: a call that is sent again meets the same arm, and
+            # the arm doesn't depend on the random number that the capture is sampled with.
             "hash_policy": [
                 {
                     "header": {"header_name": "x-routing-key", "regex_rewrite": rewrite},

@@ -133,6 +133,15 @@ def test_calls_without_a_key_split_by_request_id_whatever_is_captured(
     assert 0.25 < captured.count("canary_or_stable") / len(captured) < 0.75
 
 
+def test_a_call_that_is_sent_again_with_its_id_meets_the_same_arm(
+    router: Router, pools: tuple[Pool, Pool]
+) -> None:
+    router.declare({"trips": ModelRouting(0.5, "e1")})
+    for number in range(20):
+        headers = {"x-request-id": f"again-{number}"}
+        assert len({router.predict(headers=headers).arm for _ in range(4)}) == 1
+
+
 def with_percent(router: Router, percent: int) -> None:
     import httpx
 
