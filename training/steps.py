@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from perennial.episode import Outcome, Step
-from perennial.errors import Conflict
 from perennial.ledger import Episode, Ledger, utc_now
 from perennial.settings import Settings
 from perennial.spec import ModelSpec
@@ -73,10 +72,12 @@ class _Training:
         return Outcome(State.EVALUATING, _evidence(found))
 
     def evaluate(self, episode: Episode) -> Outcome:
-        from training.evaluate import evaluate
+        """The gate. A candidate that passes it is exported by the same child process, which spares
+        one start of TensorFlow; the next step finds that export."""
+        from training.export import evaluate_and_export
 
         champion = self.ledger.champion(self.spec.name)
-        found = evaluate(
+        found, _ = evaluate_and_export(
             self.spec,
             self.store,
             episode.id,
@@ -96,10 +97,7 @@ class _Training:
 
         found = export(self.spec, self.store, episode.id)
         version = self.ledger.allocate_version(episode.id)
-        try:
-            publish(self.spec, self.store, episode.id, version)
-        except Conflict:
-            log.info("version %s was published before", version)
+        publish(self.spec, self.store, episode.id, version)
         champion = self.ledger.champion(self.spec.name)
         return Outcome(
             State.SHADOWING if champion else State.PROMOTING,

@@ -99,6 +99,17 @@ def test_a_key_is_one_unit_however_often_it_asks() -> None:
     assert often.variance == pytest.approx(once.variance)
 
 
+def test_a_key_is_one_unit_however_many_stages_it_is_seen_in() -> None:
+    rng = np.random.default_rng(5)
+    keys = [(k, k % 2 == 1, float(rng.random() < 0.3)) for k in range(400)]
+    one = estimate(cells([(k, 0, canary, 1, s) for k, canary, s in keys]))
+    two = estimate(cells([(k, stage, canary, 1, s) for k, canary, s in keys for stage in (0, 1)]))
+
+    assert one is not None
+    assert two is not None
+    assert two.variance == pytest.approx(one.variance)
+
+
 @pytest.mark.parametrize(
     "rows",
     [
