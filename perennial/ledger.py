@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -651,9 +652,21 @@ def _hash(event: EventRow) -> str:
         event.actor,
         event.from_state,
         event.to_state,
-        event.evidence,
+        _canonical(event.evidence),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    """JSON with each number written one way: JSONB gives 1e22 back as an int, and -0.0 as 0.0."""
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        number = Decimal(repr(value)).normalize()
+        return f"number {number}" if number else "number 0"
+    if isinstance(value, Mapping):
+        return {key: _canonical(inner) for key, inner in value.items()}
+    return [_canonical(inner) for inner in value]
 
 
 def _json(value: Mapping[str, Any]) -> dict[str, Any]:

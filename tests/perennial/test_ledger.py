@@ -4,6 +4,8 @@ from datetime import timedelta
 from threading import Barrier, Thread
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 
 from perennial.errors import Conflict, Permanent, Retryable
@@ -49,6 +51,26 @@ def test_an_episode_keeps_its_history(ledger, flights):
         (2, State.REQUESTED, State.COLLECTING),
     ]
     assert events[1].evidence == {"rows": 7, "loss": "nan"}
+    assert ledger.verify_history(episode.id) == 2
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats()
+    | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from("abc"), inner),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from("xyz"), JSON))
+@example({"x": -0.0, "y": 1e22, "z": 5e-324})
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_any_evidence_keeps_the_history_whole(ledger, flights, evidence):
+    episode = open_episode(ledger, flights)
+    ledger.transition(episode, State.ABORTED, actor="a", evidence=evidence)
     assert ledger.verify_history(episode.id) == 2
 
 
