@@ -1,4 +1,4 @@
-"""What a model folder must say in code: `model.py`, loaded by path.
+"""What a model folder says in code: `model.py`, and optionally `data.py`, loaded by path.
 
 `model.py` holds
 
@@ -9,6 +9,9 @@ The model is functional, takes `context.inputs()` and returns a dict with `conte
 [batch, 1]: the probability of a binary label, or the value of a regression. It does its own
 encoding (vocabularies, moments, missing values), so that clients send raw features and nothing can
 drift between training and serving. Layer names are unique and fixed: checkpoints go by them.
+
+`data.py`, where there is history to import, holds `load() -> pyarrow.Table` in the form that
+`training.history.import_history` takes.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pyarrow as pa
 
 from perennial.errors import Permanent
 from perennial.spec import Feature, FeatureType, ModelSpec
@@ -104,18 +109,33 @@ def load_code(spec: ModelSpec) -> ModuleType:
     Raises:
         Permanent: `hooks.missing` (no file, or no `build_model`), `hooks.import` (it fails).
     """
-    path = spec.folder / "model.py"
-    found = importlib.util.spec_from_file_location(f"perennial_model_{spec.name}", path)
+    return _load(spec, "model.py", "build_model")
+
+
+def load_history(spec: ModelSpec) -> pa.Table:
+    """What `data.py` of the model folder gives: labelled rows from before Perennial.
+
+    Raises:
+        Permanent: `hooks.missing` (no file, or no `load`), `hooks.import` (it fails).
+    """
+    table: pa.Table = _load(spec, "data.py", "load").load()
+    return table
+
+
+def _load(spec: ModelSpec, file: str, function: str) -> ModuleType:
+    path = spec.folder / file
+    name = f"perennial_{spec.name}_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or found is None or found.loader is None:
         raise Permanent("hooks.missing", f"{path} does not exist")
     module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
+    sys.modules[name] = module
     try:
         found.loader.exec_module(module)
     except Exception as error:
         raise Permanent("hooks.import", f"{path}: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, "build_model", None)):
-        raise Permanent("hooks.missing", f"{path} has no build_model(context)")
+    if not callable(getattr(module, function, None)):
+        raise Permanent("hooks.missing", f"{path} has no function {function}")
     return module
 
 
@@ -128,7 +148,7 @@ def build_model(spec: ModelSpec, encoding: Encoding) -> Any:
     context = build_context(spec, encoding)
     model = load_code(spec).build_model(context)
     path = spec.folder / "model.py"
-    names = set(getattr(model, "input", None) or {}) if isinstance(model.input, dict) else set()
+    names = set(model.input) if isinstance(model.input, dict) else set()
     if names != set(context.features):
         raise Permanent(
             "hooks.contract",

@@ -1,9 +1,9 @@
 """Everything between a checkpoint and a decision that needs TensorFlow, in one short-lived child.
 
-`run_job` starts `python -m training.job REQUEST`. The child imports TensorFlow once and forks two
-processes that never meet: the *model side* builds the Keras model from the checkpoint, predicts and
-writes SavedModels; the *serving side* has seen neither Keras nor the model's code: it loads
-SavedModels as TF Serving does, replays their warm-up and predicts. Decisions are taken by the
+`run_job` starts `python -m training.job REQUEST PARENT_PID`. The child imports TensorFlow once and
+forks two processes that never meet. The *model side* builds the Keras model from the checkpoint,
+predicts and writes SavedModels. The *serving side* has seen neither Keras nor the model's code: it
+loads SavedModels as TF Serving does, replays their warm-up and predicts. Decisions are taken by the
 callers, without TensorFlow, on the arrays that come back.
 """
 
@@ -112,7 +112,7 @@ def _run_child(work: Path) -> None:
     output = work / "output.log"
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "training.job", str(work / "request.json")],
+            [sys.executable, "-m", "training.job", str(work / "request.json"), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=file,
@@ -142,7 +142,8 @@ def _run_child(work: Path) -> None:
     raise Permanent("job.failed", f"the job left with status {code}: {' | '.join(tail)}")
 
 
-def main(request_path: str) -> int:
+def main(request_path: str, parent: int) -> int:
+    die_with_parent(parent)  # while TensorFlow is imported nobody reads stdin
     request = json.loads(Path(request_path).read_text())
     import tensorflow  # noqa: F401  (before the forks: once for both)
 
@@ -236,4 +237,4 @@ def _serving_side(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -39,7 +39,10 @@ def restore_spec(content: dict[str, Any]) -> ModelSpec:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the parent dies (Linux; elsewhere nothing happens)."""
+    """Has the kernel kill this process when the parent dies (Linux; elsewhere nothing happens).
+
+    The parent means the thread that started this process: it has to wait for it.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -355,8 +355,9 @@ class _Pool:
         self._read, write = os.pipe()
         try:
             with self.log_path.open("ab") as output:
+                arguments = [str(self._plan), str(write), str(os.getpid())]
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "training.worker", str(self._plan), str(write)],
+                    [sys.executable, "-m", "training.worker", *arguments],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,

@@ -188,10 +188,12 @@ def _run_suite(spec: ModelSpec, rows: pa.Table) -> tuple[list[_Check], str]:
     """Runs the suite; returns the checks and Great Expectations' own page about them."""
     path = spec.folder / SUITE_FILE
     entries = load_suite(path)
-    logging.getLogger("great_expectations").setLevel(logging.CRITICAL)
     import great_expectations as gx
     from great_expectations.data_context.types.base import ProgressBarsConfig
 
+    # It logs what is raised or counted here anyway; importing it sets levels of its own.
+    for name in ("great_expectations", "great_expectations.data_context.types.base"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     context = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = ProgressBarsConfig(globally=False)
     expectations = []

@@ -1,4 +1,4 @@
-"""The process group of a run: `python -m training.worker PLAN EVENTS_FD`.
+"""The process group of a run: `python -m training.worker PLAN EVENTS_FD PARENT_PID`.
 
 The first process, the pool, imports TensorFlow once and never runs an operation, so that it can
 fork workers again and again: a restart costs no import. It obeys lines of JSON on stdin:
@@ -33,8 +33,9 @@ EXIT_PEER_LOST = 42
 EXIT_FAILED = 43
 
 
-def main(plan_path: str, events: int) -> None:
+def main(plan_path: str, events: int, parent: int) -> None:
     """The pool."""
+    die_with_parent(parent)  # while TensorFlow is imported nobody reads stdin
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     plan = json.loads(Path(plan_path).read_text())
     import keras  # noqa: F401
@@ -215,4 +216,4 @@ def _write_scalars(**scalars: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,33 @@ def _append(records: list[dict[str, Any]], schema: pa.Schema, folder: Path, time
         place.mkdir(parents=True, exist_ok=True)
         name = f"part-{len(list(place.iterdir())):05d}.parquet"
         pq.write_table(pa.Table.from_pylist([record], schema), place / name)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int], deadline_s: float = 30) -> None:
+    deadline = time.monotonic() + deadline_s
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"still alive: {alive}"
+        time.sleep(0.05)
+
+
+def wait_for_process(*words: str, deadline_s: float = 60) -> int:
+    """The id of a process whose command line holds every word."""
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        for folder in Path("/proc").iterdir():
+            try:
+                line = (folder / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if all(word in line for word in words):
+                return int(folder.name)
+        time.sleep(0.05)
+    raise AssertionError(f"no process with {words}")

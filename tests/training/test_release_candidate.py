@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +13,24 @@ import pytest
 
 from perennial.errors import Conflict, Permanent
 from perennial.store import MANIFEST, Store, read_manifest, verify
-from tests.support.training import write_model
+from tests.support.training import wait_for_process, wait_until_gone, write_model
 from tests.training.conftest import World
 from training import export as exporting
 from training.evaluate import EvaluationResult, evaluate
 from training.export import ExportResult, evaluate_and_export, export, publish
 from training.job import Answer
+from training.process import child_environment, dump_spec
 from training.supervisor import train
 
 Released = tuple[EvaluationResult, ExportResult]
+EVALUATE = """
+import json, sys
+from perennial.store import Store
+from training.process import restore_spec
+from training.evaluate import evaluate
+content = json.loads(sys.argv[1])
+evaluate(restore_spec(content), Store(content["store"]), "first", champion_version=1)
+"""
 
 
 def test_a_first_model_is_judged_by_its_bounds(world: World, released: Released) -> None:
@@ -132,3 +144,14 @@ def test_a_candidate_of_shuffled_labels_does_not_pass_against_the_champion(
     assert any("auc" in reason for reason in evaluation.reasons)
     assert read_manifest(evaluation.path).parents["version"] == "1"
     assert not world.store.export("clicks", "drill").exists()
+
+
+def test_a_job_dies_with_its_caller(world: World, released: Released) -> None:
+    publish(world.spec, world.store, "first", 1)
+    content = {**dump_spec(world.spec), "store": f"file://{world.store.root}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", EVALUATE, json.dumps(content)], env=child_environment()
+    ) as caller:
+        job = wait_for_process("training.job", str(world.store.root))
+        caller.kill()
+    wait_until_gone([job])

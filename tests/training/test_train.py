@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from perennial.errors import Conflict, Permanent
 from perennial.store import is_published, read_manifest, verify
-from tests.support.training import write_model
+from tests.support.training import wait_until_gone, write_model
 from tests.training.conftest import World
 from training import checkpoint
 from training.health import Patience
@@ -31,21 +30,6 @@ content = json.loads(sys.argv[1])
 train(restore_spec(content), Store(content["store"]), content["episode"],
       on_progress=lambda p: print(p.step, *p.pids, flush=True))
 """
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pids: list[int], deadline_s: float = 15) -> None:
-    deadline = time.monotonic() + deadline_s
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.05)
 
 
 def test_two_workers_train_and_publish_a_checkpoint(world: World, undisturbed: TrainResult) -> None:
