@@ -144,7 +144,7 @@ class Gate(_Part):
 
     metric: Metric
     max_regression: float = Field(0.0, ge=0, description="Absolute, in the metric's own unit.")
-    bound: float | None = Field(None, description="Absolute bound that holds without a champion.")
+    bound: float | None = Field(None, description="Absolute bound, with or without a champion.")
 
 
 class Evaluation(_Part):

@@ -36,9 +36,10 @@ class SliceResult:
 def judge(
     evaluation: Evaluation, candidate: dict[str, float], champion: dict[str, float] | None
 ) -> tuple[GateResult, ...]:
-    """Every gate's verdict: against the champion, or without one against the gate's `bound`.
+    """Every gate's verdict: its `bound`, and with a champion the regression against it.
 
-    The bound does not count beside a champion: in a hard season it would keep a worse one serving.
+    The bound counts beside a champion too: on labels that are noise a candidate which learnt the
+    noise looks better than a champion which did not.
     """
     return tuple(
         _judge(
@@ -77,11 +78,11 @@ def _judge(
         return verdict(False, f"{metric} is not a metric of this kind of label")
     if not math.isfinite(candidate):
         return verdict(False, f"{metric} of the candidate is {candidate}")
+    higher = metric in HIGHER_IS_BETTER
+    if bound is not None and (candidate < bound if higher else candidate > bound):
+        sign = "below" if higher else "above"
+        return verdict(False, f"{metric} {candidate:.4f} is {sign} its bound {bound:g}")
     if not has_champion:
-        higher = metric in HIGHER_IS_BETTER
-        if bound is not None and (candidate < bound if higher else candidate > bound):
-            sign = "below" if higher else "above"
-            return verdict(False, f"{metric} {candidate:.4f} is {sign} its bound {bound:g}")
         return verdict(True, f"{metric} {candidate:.4f}, no champion to compare with")
     if champion is None or not math.isfinite(champion):
         return verdict(False, f"{metric} of the champion is {champion}: nothing to compare with")

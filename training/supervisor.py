@@ -12,12 +12,8 @@ import hashlib
 import json
 import logging
 import math
-import os
-import selectors
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,7 +35,8 @@ from perennial.store import (
 from training import checkpoint, snapshot
 from training.health import Patience, find_hung
 from training.hooks import Encoding
-from training.process import child_environment, dump_spec, error_from
+from training.pool import Pool
+from training.process import dump_spec, error_from
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +228,7 @@ class _Run:
     def _run_group(self, steps: int, deadline: float) -> None:
         """Generations of workers until one is through."""
         while True:
-            with _Pool(self.folder) as pool:
+            with Pool(self.folder) as pool:
                 while (reason := self._generation(pool, steps, deadline)) is not None:
                     self.restarts += 1
                     log.warning("%s %s: %s", self.spec.name, self.episode_id, reason)
@@ -247,7 +244,7 @@ class _Run:
                 else:
                     return
 
-    def _generation(self, pool: _Pool, steps: int, deadline: float) -> str | None:
+    def _generation(self, pool: Pool, steps: int, deadline: float) -> str | None:
         """Starts the workers and listens until they are through (None) or one is lost (why)."""
         number = self.restarts + 1
         newest = checkpoint.latest(self.checkpoints)
@@ -340,74 +337,6 @@ class _Run:
             )
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         return _result(target, read_manifest(target))
-
-
-class _Pool:
-    """The process that holds the workers, and the pipes to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.log_path = folder / "train.log"
-        self.dead = False
-        self._plan = folder / "plan.json"
-        self._pending = b""
-
-    def __enter__(self) -> _Pool:
-        self._read, write = os.pipe()
-        try:
-            with self.log_path.open("ab") as output:
-                arguments = [str(self._plan), str(write), str(os.getpid())]
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "training.worker", *arguments],
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=(write,),
-                    env=child_environment(),
-                )
-        except BaseException:
-            os.close(self._read)
-            raise
-        finally:
-            os.close(write)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._read, selectors.EVENT_READ)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Closing stdin tells the pool to kill its workers and leave.
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._selector.close()
-        os.close(self._read)
-
-    @property
-    def _stdin(self) -> Any:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    def command(self, content: dict[str, Any]) -> None:
-        try:
-            self._stdin.write(json.dumps(content).encode() + b"\n")
-            self._stdin.flush()
-        except BrokenPipeError:
-            self.dead = True
-
-    def events(self, *, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """What arrived within the time; sets `dead` when nobody is left to send."""
-        if not self._selector.select(timeout_s):
-            return
-        chunk = os.read(self._read, 65536)
-        if not chunk:
-            self.dead = True
-            return
-        *lines, self._pending = (self._pending + chunk).split(b"\n")
-        for line in lines:
-            yield json.loads(line)
 
 
 def _as_error(event: dict[str, Any], log_path: Path) -> PerennialError:

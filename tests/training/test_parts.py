@@ -97,7 +97,7 @@ GATES = Evaluation.model_validate(
         ((0.50, 0.70), None, (True, True)),
         ((0.61, 0.70), None, (False, True)),
         ((0.50, 0.70), (0.50, 0.70), (True, True)),
-        ((0.65, 0.70), (0.66, 0.70), (True, True)),
+        ((0.65, 0.70), (0.66, 0.70), (False, True)),
         ((0.505, 0.695), (0.50, 0.70), (True, True)),
         ((0.52, 0.70), (0.50, 0.70), (False, True)),
         ((0.50, 0.68), (0.50, 0.70), (True, False)),
