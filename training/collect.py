@@ -66,7 +66,8 @@ def collect(
     Args:
         now: an aware time; a row is matured when `time <= now - label_horizon`, and labels that
             came later than `now` are not seen.
-        shuffle_labels: permutes the labels: a deliberate fault for drills, recorded in the facts.
+        shuffle_labels: permutes the labels of the rows to train on: a deliberate fault for drills,
+            recorded in the facts.
 
     Raises:
         Permanent: `collect.no_matured_labels`, `collect.too_few_rows`, each with the counts.
@@ -99,7 +100,10 @@ def collect(
     if shuffle_labels:
         log.warning("%s %s: the labels are shuffled on purpose", spec.name, episode_id)
         seed = int.from_bytes(hashlib.sha256(episode_id.encode()).digest()[:8], "big")
-        order = np.random.default_rng(seed).permutation(table.num_rows)
+        # The newest rows, which become the holdout, keep theirs: the gate judges on the truth.
+        trained_on = int(table.num_rows * (1 - spec.training.holdout_fraction))
+        order = np.arange(table.num_rows)
+        np.random.default_rng(seed).shuffle(order[:trained_on])
         place = table.column_names.index("label")
         table = table.set_column(place, "label", table["label"].take(order))
     try:
