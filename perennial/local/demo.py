@@ -41,7 +41,7 @@ MODEL = "flights"
 RATE = 120.0
 PARTS = {
     # (from, to, every n-th flight): paced so that each act meets the months it needs.
-    "drift": ("2013-03-10", "2013-05-01", 5),
+    "drift": ("2013-03-24", "2013-05-01", 4),
     "retrain": ("2013-05-01", "2013-06-01", 1),
     "drill": ("2013-06-01", "2013-07-01", 1),
 }
