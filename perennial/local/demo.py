@@ -16,8 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -169,8 +168,8 @@ class Demo:
     def start_stack(self) -> None:
         home = self.settings.home
         self._stack = Stack(self.settings, report=lambda line: self.say(f"  {line}"))
-        with self._emptied(home):
-            self._stack.start()
+        self._empty(home)
+        self._stack.start()
         for name, url in self._stack.urls().items():
             self.say(f"  {name}: {url}")
         self.say(f"  Airflow user {self.settings.airflow_user}, password {password(self.settings)}")
@@ -178,12 +177,14 @@ class Demo:
         wanted = {f"{MODEL}.watch", f"{MODEL}.retrain", f"{MODEL}.release"}
         self.wait(lambda: wanted <= self.api().dag_ids(), 120, "Airflow has read the DAGs")
 
-    @contextmanager
-    def _emptied(self, home: Path) -> Iterator[None]:
-        """The demo's folder, emptied unless a stack runs in it (which `Stack.start` refuses)."""
-        if not (home / "run" / "stack.json").exists() and home.exists():
-            shutil.rmtree(home)
-        yield
+    def _empty(self, home: Path) -> None:
+        """The demo's folder, emptied unless a stack runs in it (which `Stack.start` refuses).
+
+        So is its spool: a recorder without its state would take up what an earlier run left there.
+        """
+        if not (home / "run" / "stack.json").exists():
+            shutil.rmtree(home, ignore_errors=True)
+            shutil.rmtree(self.settings.spool_dir, ignore_errors=True)
 
     def import_history(self, start: str, end: str) -> None:
         import pyarrow.compute as pc
