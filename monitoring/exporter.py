@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import sys
 import threading
 import time
@@ -24,9 +23,10 @@ from prometheus_client.registry import Collector
 
 from monitoring.quality import Quality, measure
 from monitoring.rules import QUALITY_METRICS
-from perennial.errors import PerennialError, Retryable
+from perennial.errors import Retryable
 from perennial.ledger import Ledger
 from perennial.local.postgres import database_url
+from perennial.service import run_service
 from perennial.settings import Settings
 from perennial.spec import ModelSpec, load_specs
 from perennial.store import Store
@@ -191,18 +191,5 @@ def serve(settings: Settings, stop: threading.Event) -> None:
         thread.join()
 
 
-def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    try:
-        serve(Settings.from_environment(), stop)
-    except PerennialError as error:
-        logger.error("%s", error)
-        return error.exit_code
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_service(serve))

@@ -11,7 +11,8 @@ prediction log (one row per example of a request; `prediction_schema(spec)`)
     latency_ms        as the router measured it
     arm               who answered: stable | canary | shadow | history (imported, nobody answered)
     assigned          who should have answered: stable | canary (differs from arm: a fallback)
-    route             split | forced | shadow | history
+    route             split | forced | default (no model was named; stable answered) | shadow |
+                      history
     version           served model version as the reply says; 0: no reply or history
     status            gRPC status code of the reply, 0 = OK; -1: the client went away
     feature_<name>    one column per feature of model.yaml, null where masked (`drop`)

@@ -18,7 +18,6 @@ import logging
 import math
 import queue
 import secrets
-import signal
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 
 from perennial.errors import PerennialError, Retryable
 from perennial.records import LABEL_SCHEMA
+from perennial.service import run_service
 from perennial.settings import Settings
 from perennial.spec import ModelSpec, load_specs
 from perennial.store import Store
@@ -360,18 +360,5 @@ def _empty(inbox: Inbox, model: str, intake: Intake) -> None:
         logger.info("%s: %s", path, outcome)
 
 
-def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    try:
-        serve(Settings.from_environment(), stop)
-    except PerennialError as error:
-        logger.error("%s", error)
-        return error.exit_code
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_service(serve))

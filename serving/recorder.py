@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -33,8 +32,8 @@ import httpx
 import pyarrow as pa
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from perennial.errors import PerennialError
 from perennial.records import prediction_schema
+from perennial.service import run_service
 from perennial.settings import Settings
 from perennial.spec import ModelSpec, load_specs
 from perennial.store import Store
@@ -256,19 +255,5 @@ def _reopen(client: httpx.Client) -> None:
         logger.warning("the router did not reopen its log, asking again: %s", error)
 
 
-def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    try:
-        run(Settings.from_environment(), stop)
-    except PerennialError as error:
-        logger.error("%s", error)
-        return error.exit_code
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_service(run))
