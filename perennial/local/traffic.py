@@ -162,7 +162,8 @@ class Replay:
         begun, sent, round_ = time.monotonic(), 0, 0
         while not self.stopping.is_set():
             if index % 50 == 0 and (newer := Part.read(plan)) != part:
-                part, rows, index = newer, self._rows(newer), 0
+                part, index = newer, 0
+                rows = await asyncio.to_thread(self._rows, newer)
                 round_ += 1
             if index >= len(rows):
                 self.stats.passes += 1
@@ -186,7 +187,7 @@ class Replay:
         if running:
             await asyncio.wait(running)
 
-    def _rows(self, part: Part) -> list[int]:
+    def _rows(self, part: Part) -> list[dict[str, Any]]:
         import numpy as np
 
         scheduled = self.table["scheduled"].to_numpy()
@@ -194,12 +195,14 @@ class Replay:
             np.searchsorted(scheduled, np.datetime64(moment.replace(tzinfo=None), "us"))
             for moment in (part.start, part.end)
         )
-        return list(range(int(first), int(last), part.stride))
+        rows: list[dict[str, Any]] = self.table.take(
+            np.arange(int(first), int(last), part.stride)
+        ).to_pylist()
+        return rows
 
-    def _request(self, index: int) -> _Call:
+    def _request(self, row: dict[str, Any]) -> _Call:
         from serving.protos import tfserving_pb2 as pb
 
-        row = self.table.slice(index, 1).to_pylist()[0]
         request = pb.PredictRequest(model_spec=pb.ModelSpec(name=self.spec.name))
         for name, feature in self.spec.data.features.items():
             tensor = request.inputs[name]
