@@ -37,7 +37,7 @@ from perennial.states import State
 from perennial.store import Store, write_atomic
 
 MODEL = "flights"
-RATE = 120.0
+RATE = 150.0
 PARTS = {
     # (from, to, every n-th flight): paced so that each act meets the months it needs.
     "drift": ("2013-03-24", "2013-05-01", 4),
