@@ -39,10 +39,11 @@ from perennial.store import Store, write_atomic
 MODEL = "flights"
 RATE = 150.0
 PARTS = {
-    # (from, to, every n-th flight): paced so that each act meets the months it needs.
+    # (from, to, every n-th flight). A pass over a part takes about as long as a ramp, so that a
+    # release meets the weather of a month and not of one stormy day.
     "drift": ("2013-03-24", "2013-05-01", 4),
-    "retrain": ("2013-05-01", "2013-06-01", 1),
-    "drill": ("2013-06-01", "2013-07-01", 1),
+    "retrain": ("2013-05-01", "2013-06-01", 4),
+    "drill": ("2013-05-01", "2013-07-01", 6),
 }
 FAST = {
     "PERENNIAL_PROFILE": "demo",

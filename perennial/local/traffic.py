@@ -38,7 +38,7 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Part:
-    """Which flights are replayed: scheduled in [start, end), every `stride`-th."""
+    """Which flights are replayed: scheduled in [start, end), every `stride`-th of them per pass."""
 
     start: datetime
     end: datetime
@@ -156,18 +156,19 @@ class Replay:
 
     async def _send(self, plan: Path, predict: Any) -> None:
         part = Part.read(plan)
-        rows = self._rows(part)
-        index = 0
+        rows = self._rows(part, 0)
+        index, passes = 0, 0
         running: set[asyncio.Task[None]] = set()
         begun, sent, round_ = time.monotonic(), 0, 0
         while not self.stopping.is_set():
             if index % 50 == 0 and (newer := Part.read(plan)) != part:
-                part, index = newer, 0
-                rows = await asyncio.to_thread(self._rows, newer)
+                part, index, passes = newer, 0, 0
+                rows = await asyncio.to_thread(self._rows, part, passes)
                 round_ += 1
             if index >= len(rows):
                 self.stats.passes += 1
-                index = 0
+                index, passes = 0, passes + 1
+                rows = await asyncio.to_thread(self._rows, part, passes)
                 round_ += 1
             row = self._request(rows[index])
             index += 1
@@ -187,7 +188,8 @@ class Replay:
         if running:
             await asyncio.wait(running)
 
-    def _rows(self, part: Part) -> list[dict[str, Any]]:
+    def _rows(self, part: Part, passes: int) -> list[dict[str, Any]]:
+        """The part's rows; each pass over it takes others, until all were taken."""
         import numpy as np
 
         scheduled = self.table["scheduled"].to_numpy()
@@ -196,7 +198,7 @@ class Replay:
             for moment in (part.start, part.end)
         )
         rows: list[dict[str, Any]] = self.table.take(
-            np.arange(int(first), int(last), part.stride)
+            np.arange(int(first) + passes % part.stride, int(last), part.stride)
         ).to_pylist()
         return rows
 
