@@ -27,21 +27,29 @@ from perennial.store import Store, verify
 from serving.flow import ReleaseFlow, roll_back
 from serving.release.report import rederive
 from serving.router.routes import write_routes
-from tests.support.serving import Server
+from tests.support.serving import Server, start_server
 from tests.support.traffic import make_settings, routing
 
 KEYS = [f"key-{i}" for i in range(800)]
+# A version that cannot be loaded fails at once.
+SERVER_FLAGS = ("--max_num_load_retries=0", "--file_system_poll_wait_seconds=1")
 
 
 @pytest.fixture(scope="module")
-def pools(server: Server, second_server: Server, tmp_path_factory) -> Iterator[Settings]:
+def pools(server: Server, tmp_path_factory) -> Iterator[Settings]:
     """Settings of two running pools behind a running Envoy."""
+    folder = tmp_path_factory.mktemp("canary")
+    with start_server(folder, flags=SERVER_FLAGS) as canary:
+        yield from _behind_envoy(server, canary, tmp_path_factory.mktemp("flow"))
+
+
+def _behind_envoy(server: Server, canary: Server, home: Path) -> Iterator[Settings]:
     settings = make_settings(
-        tmp_path_factory.mktemp("flow"),
+        home,
         stable_port=server.port,
         stable_rest_port=server.rest_port,
-        canary_port=second_server.port,
-        canary_rest_port=second_server.rest_port,
+        canary_port=canary.port,
+        canary_rest_port=canary.rest_port,
         poll_s=1,
     )
     with routing(settings):
