@@ -60,6 +60,7 @@ def play(settings):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.as_environment().items():
             patch.setenv(name, value)
+        patch.setattr("perennial.local.demo.RATE", 80.0)
         demo = Demo(settings)
         try:
             demo.start_stack()
