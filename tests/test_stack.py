@@ -145,6 +145,8 @@ def test_the_command_line_tells_its_story(play, settings):
     assert perennial(settings, "check", "flights").returncode == 0
 
 
+# MLflow's own imports warn of SQLAlchemy's deprecations.
+@pytest.mark.filterwarnings("default")
 def test_the_reports_and_the_registry_show_it(play, settings):
     champion = play.ledger.champion("flights")
     folder = Store(settings.store).release("flights", champion.episode_id)

@@ -55,6 +55,7 @@ class Stack:
         self._report = report
         self._resources = ExitStack()
         self._begun = time.monotonic()
+        self._announced = False
 
     def __enter__(self) -> Stack:
         self.start()
@@ -108,6 +109,7 @@ class Stack:
         for program in [*early, *components]:
             self.supervisor.wait_ready(program.name)
             self._say(program.name)
+        self._announced = True
         write_atomic(
             settings.run_dir / "stack.json",
             json.dumps({"pid": os.getpid(), "urls": self.urls()}, indent=1).encode(),
@@ -115,7 +117,8 @@ class Stack:
 
     def stop(self) -> None:
         """Stops everything, in order. Safe to call twice."""
-        (self.settings.run_dir / "stack.json").unlink(missing_ok=True)
+        if self._announced:
+            (self.settings.run_dir / "stack.json").unlink(missing_ok=True)
         self.supervisor.stop()
         self._resources.close()
 
