@@ -8,7 +8,7 @@ The routes of a model, in order. `forced` and `split` exist as twins: the first 
 percentage in Envoy's runtime key `perennial.capture_percent`; the second does not.
 
     forced    header `x-perennial-arm: canary|stable`, for testers; no fallback
-    split     by share; a canary that is away, refuses or lacks the model falls back on stable, once
+    split     by share; falls back on stable, once, if the canary is away, dies, refuses or has no model
     default   gRPC without a model's header while several models are declared: stable, no experiment
 
 gRPC hides the model's name in the body, so a call says `x-perennial-model: NAME`. While exactly one
@@ -45,14 +45,15 @@ _NO_CAPTURE = {
     _LUA: {"@type": f"{_TYPE}extensions.filters.http.lua.v3.LuaPerRoute", "disabled": True}
 }
 _RETRY_GRPC = {
+    # Predict changes nothing, so that a call whose server died under it (`reset`) is sent again.
     # 5 = NOT_FOUND: the canary has no such model (yet, or no more); stable does.
-    "retry_on": "unavailable,retriable-headers,connect-failure,refused-stream",
+    "retry_on": "unavailable,retriable-headers,connect-failure,refused-stream,reset",
     "retriable_headers": [{"name": "grpc-status", "string_match": {"exact": "5"}}],
     "num_retries": 1,
     "retry_back_off": {"base_interval": "0.005s"},
 }
 _RETRY_REST = {
-    "retry_on": "retriable-status-codes,connect-failure,refused-stream,reset-before-request",
+    "retry_on": "retriable-status-codes,connect-failure,refused-stream,reset",
     "retriable_status_codes": [404, 503],
     "num_retries": 1,
     "retry_back_off": {"base_interval": "0.005s"},

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -27,7 +28,9 @@ from serving.router.routes import (
 from tests.support.traffic import (
     Pool,
     Router,
+    Wire,
     eventually,
+    free_ports,
     make_settings,
     predict_request,
     routing,
@@ -43,11 +46,24 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def _pools(settings: Settings) -> Iterator[tuple[Pool, Pool]]:
+def wires(settings: Settings) -> Iterator[dict[str, Wire]]:
+    """What the router reaches the canary by: `grpc` and `rest`."""
+    grpc_port, rest_port = free_ports(2)
+    wires = {
+        "grpc": Wire(settings.canary_port, grpc_port),
+        "rest": Wire(settings.canary_rest_port, rest_port),
+    }
+    yield wires
+    for wire in wires.values():
+        wire.close()
+
+
+@pytest.fixture(scope="module")
+def _pools(settings: Settings, wires: dict[str, Wire]) -> Iterator[tuple[Pool, Pool]]:
     stable, canary = Pool(version=1), Pool(version=2)
     with (
         stable.serving(settings.stable_port, settings.stable_rest_port),
-        canary.serving(settings.canary_port, settings.canary_rest_port),
+        canary.serving(wires["grpc"].to, wires["rest"].to),
     ):
         yield stable, canary
 
@@ -181,6 +197,28 @@ def test_a_canary_that_refuses_falls_back_and_is_counted(
     assert {answer.arm for answer in answers} == {"stable"}
     assert {answer.headers["x-envoy-attempt-count"] for answer in answers} == {"2"}
     eventually(lambda: fallbacks(router) == counted + 20, f"{name} counts them")
+
+
+def test_a_canary_that_dies_under_a_call_falls_back(
+    router: Router, pools: tuple[Pool, Pool], wires: dict[str, Wire]
+) -> None:
+    router.declare({"trips": ModelRouting(1.0, "e1")})
+    pools[1].delay_s = 2.0
+    answers: list[Any] = []
+
+    def rest() -> None:
+        body = {"instances": [{"distance": 4.0}]}
+        answers.append(router.rest("/v1/models/trips:predict", body))
+
+    for call, wire in ((lambda: answers.append(router.predict()), "grpc"), (rest, "rest")):
+        calls = pools[1].calls
+        thread = threading.Thread(target=call)
+        thread.start()
+        eventually(lambda calls=calls: pools[1].calls > calls, "the call is in flight")
+        wires[wire].cut()
+        thread.join()
+    assert (answers[0].code, answers[0].arm) == (OK, "stable")
+    assert (answers[1].status_code, answers[1].headers["x-perennial-arm"]) == (200, "stable")
 
 
 def fallbacks(router: Router) -> int:

@@ -7,13 +7,14 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -231,6 +232,58 @@ def _rest_handler(pool: Pool) -> type[BaseHTTPRequestHandler]:
             pass
 
     return Handler
+
+
+class Wire:
+    """Forwards a port to another, so that a test can cut what runs over it."""
+
+    def __init__(self, port: int, to: int) -> None:
+        self.to = to
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        """Resets every connection, as the kernel does for a process that is killed."""
+        with self._lock:
+            for one in self._open:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                inner, _ = self._listener.accept()
+            except OSError:
+                return
+            outer = socket.create_connection(("127.0.0.1", self.to))
+            for one, other in ((inner, outer), (outer, inner)):
+                self._open.add(one)
+                thread = threading.Thread(target=self._pump, args=(one, other))
+                self._threads.append(thread)
+                thread.start()
+
+    def _pump(self, one: socket.socket, other: socket.socket) -> None:
+        try:
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        except OSError:
+            pass
+        with suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._open.discard(one)
+        one.close()
 
 
 @dataclass
