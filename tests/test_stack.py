@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from perennial.errors import Conflict, NeedsHuman
+from perennial.ledger import Ledger
 from perennial.local.demo import FAST, Demo
-from perennial.local.stack import PORT_SETTINGS
+from perennial.local.postgres import database_url
+from perennial.local.stack import PORT_SETTINGS, Stack
 from perennial.settings import Settings
 from perennial.states import State
 from perennial.store import Store
@@ -148,3 +151,46 @@ def test_the_report_shows_it(play, settings):
     page = (folder / "report.html").read_text()
     assert "<svg" in page
     assert "PROMOTE" in page
+
+
+# MLflow's own imports warn of SQLAlchemy's deprecations.
+@pytest.mark.filterwarnings("default")
+def test_the_registry_shows_it(play, settings):
+    from mlflow import MlflowClient
+
+    url = database_url(settings, "mlflow")
+    client = MlflowClient(tracking_uri=url, registry_uri=url)
+    champion = play.ledger.champion("flights")
+
+    def aliased(alias):
+        version = client.get_model_version_by_alias("flights", alias)
+        return version.tags["perennial.episode"]
+
+    play.wait(lambda: aliased("champion") == champion.episode_id, 60, "the registry is synced")
+    assert aliased("previous") == champion.previous_episode_id
+
+
+def test_a_rollback_from_the_command_line_needs_no_airflow(play, settings):
+    supervisor = play._stack.supervisor
+    names = ("scheduler", "triggerer", "dag-processor", "api-server")
+    stopped = [supervisor.process_id(f"airflow-{name}") for name in names]
+    for process_id in stopped:
+        os.kill(process_id, signal.SIGSTOP)
+    try:
+        done = perennial(settings, "rollback", "flights", "--reason", "drill", "--json")
+    finally:
+        for process_id in stopped:
+            os.kill(process_id, signal.SIGCONT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ledger = Ledger(database_url(settings, "perennial"))
+    assert ledger.champion("flights").version == 1
+    assert ledger.fences("flights")[2] == "drill"
+    ledger.close()
+
+
+def test_a_second_stack_is_refused(play, settings):
+    with pytest.raises(Conflict, match="already runs"):
+        Stack(settings).start()
+    with pytest.raises(NeedsHuman, match=r"port \d+ .*is taken"):
+        Stack(settings.model_copy(update={"home": settings.home / "other"})).start()
+    assert perennial(settings, "status", "flights").returncode == 0

@@ -8,7 +8,7 @@ The routes of a model, in order. `forced` and `split` exist as twins: the first 
 percentage in Envoy's runtime key `perennial.capture_percent`; the second does not.
 
     forced    header `x-perennial-arm: canary|stable`, for testers; no fallback
-    split     by share; falls back on stable, once, if the canary is away, dies, refuses or has no model
+    split     by share; a canary that is away, dies, refuses or lacks the model: stable, once
     default   gRPC without a model's header while several models are declared: stable, no experiment
 
 gRPC hides the model's name in the body, so a call says `x-perennial-model: NAME`. While exactly one
