@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import cache
 from typing import Any
 
-from airflow.sdk import Asset, get_parsing_context
+from airflow.sdk import (
+    DAG,
+    Asset,
+    IdentityMapper,
+    PartitionedAssetTimetable,
+    get_parsing_context,
+)
 
 from perennial.settings import Settings
 from perennial.spec import ModelSpec, load_specs
@@ -46,3 +52,17 @@ def retrain_asset(model: str) -> Asset:
 def release_asset(model: str) -> Asset:
     """A version was published; partition key = its episode's id."""
     return Asset(name=f"{model}.version_published", uri=f"perennial://{model}/release")
+
+
+def episode_dag(dag_id: str, spec: ModelSpec, asset: Asset, **more: Any) -> DAG:
+    """A DAG with one run per episode, whose id is the partition key of `asset`'s events."""
+    return DAG(
+        dag_id,
+        schedule=PartitionedAssetTimetable(assets=asset, default_partition_mapper=IdentityMapper()),
+        start_date=datetime(2026, 1, 1),
+        catchup=False,
+        max_active_runs=1,
+        default_args=DEFAULT_ARGS,
+        tags=["perennial", spec.name],
+        **more,
+    )

@@ -6,12 +6,11 @@ a reconcile step per poll, and no worker is held.
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
-from airflow.sdk import DAG, Context, IdentityMapper, PartitionedAssetTimetable, task
+from airflow.sdk import DAG, Context, task
 
-from dags._build import DEFAULT_ARGS, models, release_asset
+from dags._build import episode_dag, models, release_asset
 from dags._errors import airflow_errors
 from dags._rooms import open_rooms
 from dags.operators.advance import AdvanceOperator, fail_episode
@@ -23,17 +22,11 @@ EPISODE = "{{ dag_run.partition_key }}"
 
 
 def build(dag_id: str, spec: ModelSpec) -> DAG:
-    with DAG(
+    with episode_dag(
         dag_id,
+        spec,
+        release_asset(spec.name),
         description=f"Releases {spec.name}: canary, ramp, verdict, promotion, probation",
-        schedule=PartitionedAssetTimetable(
-            assets=release_asset(spec.name), default_partition_mapper=IdentityMapper()
-        ),
-        start_date=datetime(2026, 1, 1),
-        catchup=False,
-        max_active_runs=1,
-        default_args=DEFAULT_ARGS,
-        tags=["perennial", spec.name],
         doc_md=__doc__,
     ) as dag:
         common: dict[str, Any] = {

@@ -6,13 +6,13 @@ hand: then it opens the episode itself, from the form's params.
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
-from airflow.sdk import DAG, Context, IdentityMapper, Param, PartitionedAssetTimetable, task
+from airflow.sdk import DAG, Context, Param, task
 from airflow.sdk.exceptions import AirflowSkipException
 
-from dags._build import DEFAULT_ARGS, models, release_asset, retrain_asset
+from dags._build import episode_dag, models, release_asset, retrain_asset
 from dags._errors import airflow_errors
 from dags._rooms import open_rooms
 from dags.operators.advance import AdvanceOperator, fail_episode
@@ -49,18 +49,12 @@ EPISODE = "{{ ti.xcom_pull(task_ids='open') }}"
 
 def build(dag_id: str, spec: ModelSpec) -> DAG:
     asset = release_asset(spec.name)
-    with DAG(
+    with episode_dag(
         dag_id,
+        spec,
+        retrain_asset(spec.name),
         description=f"Retrains {spec.name}: collect, validate, train, evaluate, export, publish",
-        schedule=PartitionedAssetTimetable(
-            assets=retrain_asset(spec.name), default_partition_mapper=IdentityMapper()
-        ),
-        start_date=datetime(2026, 1, 1),
-        catchup=False,
-        max_active_runs=1,
         params=PARAMS,
-        default_args=DEFAULT_ARGS,
-        tags=["perennial", spec.name],
         doc_md=__doc__,
     ) as dag:
 

@@ -66,7 +66,7 @@ def write(settings: Settings, specs: Mapping[str, ModelSpec]) -> Path:
 
 
 def _config(settings: Settings) -> str:
-    host = "127.0.0.1" if settings.bind in ("0.0.0.0", "::") else settings.bind
+    host = settings.reachable
     interval = f"{settings.scrape_interval_s}s"
 
     def job(name: str, port: int, **given: Any) -> dict[str, Any]:
@@ -76,11 +76,11 @@ def _config(settings: Settings) -> str:
         "job_name": "tfserving",
         "metrics_path": "/monitoring/prometheus/metrics",
         "static_configs": [
-            {"targets": [f"{host}:{port}"], "labels": {"pool": pool}}
-            for pool, port in (
-                ("stable", settings.stable_rest_port),
-                ("canary", settings.canary_rest_port),
-            )
+            {
+                "targets": [f"{r.host}:{r.rest_port}" for r in settings.replicas(pool)],
+                "labels": {"pool": pool},
+            }
+            for pool in ("stable", "canary")
         ],
     }
     router = job(

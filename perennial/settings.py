@@ -11,12 +11,37 @@ import secrets
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from perennial.errors import Permanent
 
 PREFIX = "PERENNIAL_"
+
+
+class ReplicaAddress(NamedTuple):
+    """Where one model server of a pool is reached."""
+
+    host: str
+    port: int
+    rest_port: int
+
+    @classmethod
+    def parse(cls, text: str) -> ReplicaAddress:
+        """From `host:grpc_port:rest_port`.
+
+        Raises:
+            ValueError: in words for the user.
+        """
+        host, *ports = text.strip().rsplit(":", 2)
+        if (
+            not host
+            or len(ports) != 2
+            or not all(p.isdigit() and 0 < int(p) < 65536 for p in ports)
+        ):
+            raise ValueError(f"{text.strip()!r} is not host:grpc_port:rest_port")
+        return cls(host, int(ports[0]), int(ports[1]))
 
 
 class Settings(BaseModel):
@@ -40,6 +65,10 @@ class Settings(BaseModel):
     stable_rest_port: int = Field(8501, ge=1, le=65535)
     canary_port: int = Field(8510, ge=1, le=65535, description="gRPC of the canary pool.")
     canary_rest_port: int = Field(8511, ge=1, le=65535)
+    stable_replicas: str = Field(
+        "", description="Stable pool: host:grpc_port:rest_port,...; empty: one on <stable_port>."
+    )
+    canary_replicas: str = Field("", description="The same of the canary pool.")
     labels_port: int = Field(9010, ge=1, le=65535, description="gRPC intake of labels.")
     recorder_metrics_port: int = Field(9011, ge=1, le=65535)
     labels_metrics_port: int = Field(9012, ge=1, le=65535)
@@ -54,6 +83,26 @@ class Settings(BaseModel):
     poll_s: float = Field(15.0, gt=0, description="How often a release looks at its evidence.")
     watch_interval_s: int = Field(300, ge=5, description="How often `<model>.watch` runs.")
     scrape_interval_s: int = Field(15, ge=1, description="Prometheus' scrape and rule interval.")
+
+    @field_validator("stable_replicas", "canary_replicas")
+    @classmethod
+    def _are_addresses(cls, given: str) -> str:
+        found = [ReplicaAddress.parse(one) for one in given.split(",") if given]
+        if len(set(found)) != len(found):
+            raise ValueError("names a replica twice")
+        return given
+
+    def replicas(self, pool: str) -> tuple[ReplicaAddress, ...]:
+        """The model servers of pool `stable` or `canary`."""
+        if given := getattr(self, f"{pool}_replicas"):
+            return tuple(ReplicaAddress.parse(one) for one in given.split(","))
+        port, rest_port = getattr(self, f"{pool}_port"), getattr(self, f"{pool}_rest_port")
+        return (ReplicaAddress(self.reachable, port, rest_port),)
+
+    @property
+    def reachable(self) -> str:
+        """The address that processes of this machine reach local servers by."""
+        return "127.0.0.1" if self.bind in ("0.0.0.0", "::") else self.bind
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:

@@ -21,11 +21,14 @@ def config_file(settings: Settings, pool: str) -> Path:
 
 def stable_pool(settings: Settings) -> Pool:
     """The pool that every user can reach."""
-    replica = Replica(grpc=f"{settings.bind}:{settings.stable_port}")
-    return Pool("stable", (replica,), config_file(settings, "stable"))
+    return _pool(settings, "stable")
 
 
 def canary_pool(settings: Settings) -> Pool:
     """The pool that only the router's canary share reaches."""
-    replica = Replica(grpc=f"{settings.bind}:{settings.canary_port}")
-    return Pool("canary", (replica,), config_file(settings, "canary"))
+    return _pool(settings, "canary")
+
+
+def _pool(settings: Settings, name: str) -> Pool:
+    replicas = tuple(Replica(f"{r.host}:{r.port}") for r in settings.replicas(name))
+    return Pool(name, replicas, config_file(settings, name))

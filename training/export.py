@@ -80,7 +80,11 @@ def export(spec: ModelSpec, store: Store, episode_id: str) -> ExportResult:
 def evaluate_and_export(
     spec: ModelSpec, store: Store, episode_id: str, *, champion_version: int | None
 ) -> tuple[EvaluationResult, ExportResult | None]:
-    """`evaluate`, then `export` if the candidate passed, in one child: one import of TensorFlow."""
+    """`evaluate` and `export` in one child: one import of TensorFlow.
+
+    A candidate that failed its gate is exported too where that works, so that an override goes on
+    at once; it is returned for one that passed only.
+    """
     done = evaluation.published(spec, store, episode_id, champion_version)
     if done is not None:
         return done, export(spec, store, episode_id) if done.passed else None
@@ -89,10 +93,13 @@ def evaluate_and_export(
         request = _with_variants(spec, episode_id, request)
     with run_job(spec, request, store.run(spec.name, episode_id)) as answer:
         result = evaluation.conclude(spec, store, episode_id, champion_version, answer.predictions)
-        if not result.passed:
-            return result, None
-        if request.variants:
+        if result.passed and request.variants:
             return result, conclude(spec, store, episode_id, answer)
+        if request.variants:
+            with contextlib.suppress(Permanent):
+                conclude(spec, store, episode_id, answer)
+    if not result.passed:
+        return result, None
     return result, export(spec, store, episode_id)
 
 

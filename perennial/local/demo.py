@@ -37,7 +37,7 @@ from perennial.states import State
 from perennial.store import Store, write_atomic
 
 MODEL = "flights"
-RATE = 150.0
+RATE = 200.0
 PARTS = {
     # (from, to, every n-th flight). A pass over a part takes about as long as a ramp, so that a
     # release meets the weather of a month and not of one stormy day.
@@ -48,7 +48,7 @@ PARTS = {
 FAST = {
     "PERENNIAL_PROFILE": "demo",
     "PERENNIAL_POLL_S": "1.5",
-    "PERENNIAL_WATCH_INTERVAL_S": "20",
+    "PERENNIAL_WATCH_INTERVAL_S": "15",
     "PERENNIAL_SCRAPE_INTERVAL_S": "4",
 }
 
@@ -190,10 +190,10 @@ class Demo:
     def import_history(self, start: str, end: str) -> None:
         import pyarrow.compute as pc
 
-        from perennial.local.traffic import load_rows
         from training.history import import_history
+        from training.hooks import load_history
 
-        table = load_rows(self.spec)
+        table = load_history(self.spec)
         first, last = (datetime.fromisoformat(day).replace(tzinfo=UTC) for day in (start, end))
         part = table.filter(
             pc.and_(pc.greater_equal(table["scheduled"], first), pc.less(table["scheduled"], last))

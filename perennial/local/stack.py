@@ -31,7 +31,7 @@ from perennial.local.supervisor import (
     port_answers,
     url_answers,
 )
-from perennial.settings import Settings
+from perennial.settings import ReplicaAddress, Settings
 from perennial.spec import ModelSpec, load_specs
 from perennial.store import write_atomic
 
@@ -183,8 +183,8 @@ class Stack:
         settings = self.settings
         host = settings.bind
         return [
-            self._pool("stable", settings.stable_port, settings.stable_rest_port),
-            self._pool("canary", settings.canary_port, settings.canary_rest_port),
+            *self._pool("stable"),
+            *self._pool("canary"),
             Program(
                 name="envoy",
                 command=envoy_command(settings),
@@ -200,16 +200,24 @@ class Stack:
             self._module("labels", "serving.labels", port_answers(host, settings.labels_port)),
         ]
 
-    def _pool(self, name: str, port: int, rest_port: int) -> Program:
+    def _pool(self, name: str) -> list[Program]:
+        """The pool's replicas that belong on this machine."""
+        here = [r for r in self.settings.replicas(name) if r.host == self.settings.reachable]
+        return [
+            self._replica(name if number == 1 else f"{name}-{number}", name, address)
+            for number, address in enumerate(here, 1)
+        ]
+
+    def _replica(self, name: str, pool: str, address: ReplicaAddress) -> Program:
         from serving.topology import config_file, serving_dir
 
         settings = self.settings
         given = shlex.split(settings.tfs_command)
         command = given or [sys.executable, "-m", "serving.embedded"]
         flags = [
-            f"--port={port}",
-            f"--rest_api_port={rest_port}",
-            f"--model_config_file={config_file(settings, name)}",
+            f"--port={address.port}",
+            f"--rest_api_port={address.rest_port}",
+            f"--model_config_file={config_file(settings, pool)}",
             f"--monitoring_config_file={serving_dir(settings) / 'monitoring.config'}",
             "--enable_grpc_healthcheck_service=true",
             "--file_system_poll_wait_seconds=1",
@@ -222,7 +230,7 @@ class Stack:
             name=f"pool-{name}",
             command=[*command, *flags],
             environment={**self._environment(), "TF_CPP_MIN_LOG_LEVEL": "1"},
-            ready=port_answers(settings.bind, port),
+            ready=port_answers(address.host, address.port),
             ready_s=120,
             stop_rank=4,
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import signal
 import sys
@@ -28,6 +27,7 @@ import grpc
 from perennial.settings import Settings
 from perennial.spec import FeatureType, ModelSpec, load_spec
 from perennial.store import write_atomic
+from training.hooks import load_history
 
 DT_FLOAT, DT_STRING, DT_INT64, DT_BOOL = 1, 7, 9, 10
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
@@ -309,18 +309,6 @@ class Replay:
         write_atomic(path, json.dumps({**self.stats.document(), "ended": True}).encode())
 
 
-def load_rows(spec: ModelSpec) -> Any:
-    """The model's labelled rows, from `load()` of its folder's data.py; an Arrow table."""
-    found = importlib.util.spec_from_file_location(
-        f"perennial_data_{spec.name}", spec.folder / "data.py"
-    )
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module.load()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="flights")
@@ -331,7 +319,7 @@ def main() -> int:
     options = parser.parse_args()
     settings = Settings.from_environment()
     spec = load_spec(settings.models_dir / options.model, settings.profile)
-    table = load_rows(spec).combine_chunks()
+    table = load_history(spec).combine_chunks()
 
     async def run() -> None:
         replay = Replay(settings, spec, table, options.rate, options.label_delay)

@@ -67,10 +67,10 @@ def bootstrap(settings: Settings, *, max_request_bytes: int = 8 << 20) -> dict[s
         "static_resources": {
             "listeners": [_listener(settings, max_request_bytes)],
             "clusters": [
-                _pool("stable", settings, settings.stable_port),
-                _pool("canary", settings, settings.canary_port),
-                _pool("stable", settings, settings.stable_rest_port, rest=True),
-                _pool("canary", settings, settings.canary_rest_port, rest=True),
+                _pool("stable", settings),
+                _pool("canary", settings),
+                _pool("stable", settings, rest=True),
+                _pool("canary", settings, rest=True),
                 _fallback(""),
                 _fallback("_rest"),
             ],
@@ -124,7 +124,7 @@ def capture_log(settings: Settings) -> Path:
 
 
 def admin_url(settings: Settings) -> str:
-    return f"http://{_reachable(settings.bind)}:{settings.router_admin_port}"
+    return f"http://{settings.reachable}:{settings.router_admin_port}"
 
 
 def set_capture_percent(client: httpx.Client, percent: int) -> None:
@@ -166,10 +166,6 @@ def _address(host: str, port: int) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": port}}
 
 
-def _reachable(bind: str) -> str:
-    return "127.0.0.1" if bind in ("0.0.0.0", "::") else bind
-
-
 def _listener(settings: Settings, max_request_bytes: int) -> dict[str, Any]:
     rds = {
         "path_config_source": {"path": str(routes_path(settings))},
@@ -206,10 +202,13 @@ def _listener(settings: Settings, max_request_bytes: int) -> dict[str, Any]:
     }
 
 
+_LIMITS = {
+    "thresholds": [{"max_requests": 4096, "max_pending_requests": 4096, "max_retries": 1024}]
+}
 _WINDOWS = {"initial_stream_window_size": 4 << 20, "initial_connection_window_size": 32 << 20}
 
 
-def _pool(arm: str, settings: Settings, port: int, *, rest: bool = False) -> dict[str, Any]:
+def _pool(arm: str, settings: Settings, *, rest: bool = False) -> dict[str, Any]:
     name = f"{arm}_rest" if rest else arm
     http: dict[str, Any] = {"http_protocol_options": {}}
     # REST has no health page of its own: whether the port is open has to do.
@@ -217,19 +216,20 @@ def _pool(arm: str, settings: Settings, port: int, *, rest: bool = False) -> dic
     if not rest:
         http = {"http2_protocol_options": _WINDOWS}
         check = {"grpc_health_check": {}}
-    endpoint = {
-        "endpoint": {"address": _address(_reachable(settings.bind), port)},
-        "metadata": {"filter_metadata": {"perennial": {"arm": arm}}},
-    }
+    endpoints = [
+        {
+            "endpoint": {"address": _address(r.host, r.rest_port if rest else r.port)},
+            "metadata": {"filter_metadata": {"perennial": {"arm": arm}}},
+        }
+        for r in settings.replicas(arm)
+    ]
     protocol = "extensions.upstreams.http.v3.HttpProtocolOptions"
     return {
         "name": name,
-        "type": "STATIC",
+        "type": "STRICT_DNS",
         "connect_timeout": "1s",
-        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
-        "circuit_breakers": {
-            "thresholds": [{"max_requests": 4096, "max_pending_requests": 4096, "max_retries": 256}]
-        },
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
+        "circuit_breakers": _LIMITS,
         "typed_extension_protocol_options": {
             f"envoy.{protocol}": {"@type": _TYPE + protocol, "explicit_http_config": http}
         },
@@ -244,8 +244,9 @@ def _pool(arm: str, settings: Settings, port: int, *, rest: bool = False) -> dic
                 **check,
             }
         ],
-        # Else Envoy routes to hosts it knows to be dead as soon as most of a pool is.
-        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        # With most of a pool unhealthy, Envoy uses all of it. Right for stable, which has nobody
+        # behind it (a check may time out on a busy host); the canary has stable.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0 if arm == "canary" else 50}},
     }
 
 
@@ -255,6 +256,8 @@ def _fallback(suffix: str) -> dict[str, Any]:
     return {
         "name": f"canary_or_stable{suffix}",
         "connect_timeout": "1s",
+        # Retries are counted here, and by default not more than three at a time are let through.
+        "circuit_breakers": _LIMITS,
         "lb_policy": "CLUSTER_PROVIDED",
         "cluster_type": _typed(
             "envoy.clusters.composite",

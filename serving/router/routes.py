@@ -44,19 +44,31 @@ _LUA = "envoy.filters.http.lua"
 _NO_CAPTURE = {
     _LUA: {"@type": f"{_TYPE}extensions.filters.http.lua.v3.LuaPerRoute", "disabled": True}
 }
+_ONCE: dict[str, Any] = {
+    "num_retries": 1,
+    "retry_back_off": {"base_interval": "0.005s"},
+    # Within a pool of several replicas: not the one that just failed.
+    "retry_host_predicate": [
+        {
+            "name": "envoy.retry_host_predicates.previous_hosts",
+            "typed_config": {
+                "@type": f"{_TYPE}extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+            },
+        }
+    ],
+    "host_selection_retry_max_attempts": 3,
+}
 _RETRY_GRPC = {
+    **_ONCE,
     # Predict changes nothing, so that a call whose server died under it (`reset`) is sent again.
     # 5 = NOT_FOUND: the canary has no such model (yet, or no more); stable does.
-    "retry_on": "unavailable,retriable-headers,connect-failure,refused-stream,reset",
+    "retry_on": "unavailable,cancelled,retriable-headers,connect-failure,refused-stream,reset",
     "retriable_headers": [{"name": "grpc-status", "string_match": {"exact": "5"}}],
-    "num_retries": 1,
-    "retry_back_off": {"base_interval": "0.005s"},
 }
 _RETRY_REST = {
+    **_ONCE,
     "retry_on": "retriable-status-codes,connect-failure,refused-stream,reset",
     "retriable_status_codes": [404, 503],
-    "num_retries": 1,
-    "retry_back_off": {"base_interval": "0.005s"},
 }
 
 

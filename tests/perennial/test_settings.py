@@ -26,11 +26,24 @@ def test_they_survive_the_way_through_an_environment(tmp_path):
         ("PERENNIAL_ROUTER_PORT", "70000"),
         ("PERENNIAL_CAPTURE_PERCENT", "101"),
         ("PERENNIAL_POLL_S", "0"),
+        ("PERENNIAL_STABLE_REPLICAS", "a:1"),
+        ("PERENNIAL_STABLE_REPLICAS", "a:1:2,"),
+        ("PERENNIAL_STABLE_REPLICAS", "a:1:70000"),
+        ("PERENNIAL_CANARY_REPLICAS", "a:1:2,a:1:2"),
     ],
 )
 def test_a_bad_value_is_named_with_its_variable(variable, value):
     with pytest.raises(Permanent, match=f"{variable}='{value}'"):
         Settings.from_environment({variable: value})
+
+
+def test_a_pool_is_one_local_server_or_what_is_listed():
+    assert Settings(stable_port=1, stable_rest_port=2).replicas("stable") == (("127.0.0.1", 1, 2),)
+    several = Settings(canary_replicas="10.0.0.7:8500:8501, two.internal:8500:8501")
+    assert several.replicas("canary") == (
+        ("10.0.0.7", 8500, 8501),
+        ("two.internal", 8500, 8501),
+    )
 
 
 def test_an_empty_variable_is_the_default():

@@ -9,14 +9,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from perennial.errors import Permanent, Retryable
+from serving import tfserving
 from serving.protos import tfserving_pb2 as pb
+from serving.replica import ReplicaClient
 from serving.tfserving import Actuator, ModelAssignment, Pool, Replica
-from tests.support.serving import ROOT, Server, free_port, wait_until
+from tests.support.serving import ROOT, Server, free_port, start_server, wait_until
 
 DEADLINE_S = 60.0
 
@@ -197,6 +200,113 @@ def test_two_replicas_both_load_before_either_moves(
         )
         assert [one.replica for one in served] == list(targets)
         assert [predict(target, "stable") for target in targets] == [version, version]
+
+
+class Killed(BaseException):
+    """The actuator's process is gone at this point."""
+
+
+class Fuse:
+    """Kills the actuator at its nth outward act: writing the file, or a reload of a replica.
+
+    A reload is two acts, since it may be done and its answer not be heard. Without `left` it burns
+    no more.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        write, reload = tfserving.write_atomic, ReplicaClient.reload
+
+        def written(*given: Any) -> None:
+            self.burn()
+            write(*given)
+
+        def reloaded(*given: Any) -> str:
+            self.burn()
+            refusal = reload(*given)
+            self.burn()
+            return refusal
+
+        monkeypatch.setattr(tfserving, "write_atomic", written)
+        monkeypatch.setattr(ReplicaClient, "reload", reloaded)
+
+    def burn(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise Killed
+
+
+def test_an_actuator_that_is_killed_at_any_act_is_taken_up_by_the_next(
+    server: Server,
+    second_server: Server,
+    exports: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replicas = Replica(server.target), Replica(second_server.target)
+    pool = Pool("stable", replicas, tmp_path / "models.config")
+    fuse, kills = Fuse(monkeypatch), 0
+    done, failed = threading.Event(), []
+
+    def ask() -> None:
+        while not done.is_set():
+            for replica in replicas:
+                try:
+                    predict(replica.grpc, "stable")
+                except grpc.RpcError as error:
+                    failed.append(error)
+
+    Actuator(pool).apply("affine", affine(exports, 1, stable=1), deadline_s=DEADLINE_S)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        while True:
+            version = 1 + kills % 2
+            wanted = affine(exports, 3 - version, stable=3 - version)
+            fuse.left = kills
+            try:
+                Actuator(pool).apply("affine", wanted, deadline_s=DEADLINE_S)
+                break
+            except Killed:
+                kills += 1
+            served = Actuator(pool).apply("affine", wanted, deadline_s=DEADLINE_S)
+            assert all(one.is_exactly(wanted) for one in served)
+    finally:
+        done.set()
+        thread.join()
+    assert kills >= 9, "the file, and two reloads of two replicas, each before and after"
+    assert failed == []
+
+
+def restart(server: Server) -> None:
+    """The same command again, in a new process."""
+    with server.log_file.open("ab") as log:
+        server.process = subprocess.Popen(
+            server.process.args, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+        )
+    wait_until(server.is_open, timeout_s=120, what="the server opens its port again")
+
+
+def test_a_replica_that_restarts_comes_back_with_what_is_declared(
+    exports: Path, tmp_path: Path
+) -> None:
+    flags = ("--allow_version_labels_for_unavailable_models", "--file_system_poll_wait_seconds=1")
+    with start_server(tmp_path, flags=flags) as first:
+        pool = Pool("stable", (Replica(first.target),), first.config_file)
+        first.config_file.unlink()
+        wanted = affine(exports, 2, stable=2)
+        Actuator(pool).apply("affine", wanted, deadline_s=DEADLINE_S)
+        first.process.kill()
+        first.process.wait()
+        after = affine(exports, 2, 3, stable=3)
+        with pytest.raises(Retryable, match="unreachable"):
+            Actuator(pool).apply("affine", after, deadline_s=2)
+        restart(first)
+        (served,) = Actuator(pool).apply("affine", after, deadline_s=DEADLINE_S)
+        assert served.is_exactly(after)
+        assert predict(first.target, "stable") == 3
 
 
 def test_an_unreachable_replica_is_retryable(exports: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,30 @@ def test_a_canary_that_dies_under_a_call_falls_back(
         thread.join()
     assert (answers[0].code, answers[0].arm) == (OK, "stable")
     assert (answers[1].status_code, answers[1].headers["x-perennial-arm"]) == (200, "stable")
+
+
+def test_a_replica_of_several_may_die(tmp_path: Path, settings: Settings) -> None:
+    ports = [free_ports(2) for _ in range(2)]
+    replicas = ",".join(f"127.0.0.1:{grpc_port}:{rest_port}" for grpc_port, rest_port in ports)
+    both = Pool(version=1), Pool(version=1)
+    with (
+        ExitStack() as first,
+        both[1].serving(*ports[1]),
+        routing(make_settings(tmp_path, stable_replicas=replicas)) as router,
+    ):
+        first.enter_context(both[0].serving(*ports[0]))
+        router.declare({"trips": ModelRouting(0.0, "e1")})
+        eventually(lambda: router.predict().code == OK and both[0].calls, "both are found")
+        dying = threading.Timer(0.2, first.close)
+        dying.start()
+        codes = []
+        while dying.is_alive() or len(codes) < 100:
+            codes.append(router.predict().code)
+        calls = both[0].calls
+        codes += [router.predict().code for _ in range(50)]
+        dying.join()
+        assert set(codes) == {OK}
+        assert both[0].calls == calls
 
 
 def fallbacks(router: Router) -> int:

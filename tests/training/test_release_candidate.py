@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from perennial.errors import Conflict, Permanent
-from perennial.store import MANIFEST, Store, read_manifest, verify
+from perennial.store import MANIFEST, Store, is_published, read_manifest, verify
 from tests.support.training import wait_for_process, wait_until_gone, write_model
 from tests.training.conftest import World
 from training import export as exporting
@@ -143,7 +143,9 @@ def test_a_candidate_of_shuffled_labels_does_not_pass_against_the_champion(
     assert evaluation.champion is not None
     assert any("auc" in reason for reason in evaluation.reasons)
     assert read_manifest(evaluation.path).parents["version"] == "1"
-    assert not world.store.export("clicks", "drill").exists()
+    # An override finds its export; no version was published.
+    assert is_published(world.store.export("clicks", "drill"))
+    assert not world.store.version("clicks", 2).exists()
 
 
 def test_a_job_dies_with_its_caller(world: World, released: Released) -> None:
