@@ -297,7 +297,8 @@ def interruptible() -> Iterator[None]:
 def main() -> int:
     """Runs the stack until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for noisy in ("httpx", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     stack = Stack(Settings.from_environment(), report=lambda line: print(line, flush=True))
     try:
         with interruptible():
