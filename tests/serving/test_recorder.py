@@ -18,7 +18,7 @@ from perennial.records import hash_key, prediction_schema
 from perennial.settings import Settings
 from perennial.spec import load_spec
 from perennial.store import Store
-from serving.recorder import Guard, Metrics
+from serving.recorder import Guard, Metrics, gather_turns
 from serving.router import envoy
 from serving.router.routes import ModelRouting
 from serving.sequence import GRACE_S, SequenceGaps
@@ -348,16 +348,28 @@ def test_a_state_that_cannot_be_read_stops_the_recorder(tmp_path: Path) -> None:
         spool_at(tmp_path)
 
 
+def test_little_traffic_is_seen_soon_and_much_makes_few_files() -> None:
+    assert [gather_turns(lines, 1) for lines in (0, 50, 99)] == [1, 1, 1]
+    assert [gather_turns(lines, 1) for lines in (100, 1500, 5000, 10_000, 90_000)] == [
+        5,
+        5,
+        2,
+        1,
+        1,
+    ]
+    assert gather_turns(400, 5) == 1
+
+
 def test_lost_lines_are_counted_after_a_grace() -> None:
     now = 0.0
     gaps = SequenceGaps(lambda: now)
-    assert [gaps.see("a", n) for n in (5, 6, 9, 8, 12)] == [0] * 5  # 7, 10, 11 are late or lost
-    assert gaps.see("b", 1) == 0
+    assert [gaps.see(b"a", n) for n in (5, 6, 9, 8, 12)] == [0] * 5  # 7, 10, 11 are late or lost
+    assert gaps.see(b"b", 1) == 0
     now = GRACE_S - 1
-    assert gaps.see("a", 10) == 0
+    assert gaps.see(b"a", 10) == 0
     now = GRACE_S + 1
-    assert gaps.see("a", 13) == 2
-    assert gaps.see("a", 14) == 0
+    assert gaps.see(b"a", 13) == 2
+    assert gaps.see(b"a", 14) == 0
 
 
 def test_capture_is_suspended_by_a_backlog_and_resumed(stack: Stack) -> None:
