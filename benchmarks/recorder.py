@@ -34,8 +34,8 @@ from serving.protos import tfserving_pb2 as pb
 from serving.recorder import Metrics, Writer
 from serving.spool import Batch, Spool
 
-RECORDS = 20_000
-REPEATS = 5
+RECORDS = 10_000
+REPEATS = 10
 REQUEST_BYTES = 165
 MAX_CPU_US = 20
 SECRET = b"of the benchmark"

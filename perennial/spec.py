@@ -212,6 +212,9 @@ class Release(_Part):
         Stage(share=0.25),
         Stage(share=0.5),
     )
+    shadow_percent: int = Field(
+        100, ge=0, le=100, description="While shadowing: share of the calls that are mirrored."
+    )
     primary_metric: Literal["log_loss", "brier", "absolute_error"] = "log_loss"
     clip: float = Field(4.0, gt=0, description="Cap of the loss of one row, declared beforehand.")
     objective: Literal["non_inferior", "superior"] = "non_inferior"

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -161,10 +162,10 @@ def parse_line(line: bytes) -> Call:
         time_us,
         latency_ms,
         # Without a host nobody answered; the status says so.
-        assigned if arm == _ABSENT else _text(arm),
+        assigned if arm == _ABSENT else _word(arm),
         assigned,
-        _text(route),
-        _text(model),
+        _word(route),
+        _word(model),
         _status(http_status, grpc_status, is_rest),
         worker,
         number,
@@ -386,6 +387,10 @@ def _status(http: int, grpc: int | None, is_rest: bool) -> int:
 
 def _text(field: bytes) -> str:
     return "" if field == _ABSENT else field.decode("utf-8", "replace")
+
+
+# For what the router writes: few words, again and again.
+_word = lru_cache(maxsize=1024)(_text)
 
 
 def _body(size_bytes: int, encoded: bytes) -> bytes | None:

@@ -68,10 +68,11 @@ def grpc_columns(inputs: Mapping[str, bytes], readers: Mapping[str, Reader]) -> 
     """
     columns = []
     for name, read in readers.items():
-        if name not in inputs:
+        raw = inputs.get(name)
+        if raw is None:
             raise Malformed(f"feature {name} is missing")
         try:
-            columns.append(read(inputs[name]))
+            columns.append(read(raw))
         except Malformed as error:
             raise Malformed(f"feature {name}: {error}") from None
     return _even(columns)

@@ -21,10 +21,22 @@ import httpx
 from perennial.errors import NeedsHuman, Retryable
 from perennial.settings import Settings
 from perennial.store import write_atomic
-from serving.router.routes import CAPTURE_KEY, ROUTE_CONFIG, routes_path, write_routes
+from serving.router.routes import (
+    CAPTURE_KEY,
+    ROUTE_CONFIG,
+    routes_path,
+    shadow_routes,
+    write_routes,
+)
 
 FLUSH_INTERVAL_MS: Final = 300
 """What a killed Envoy loses of the log, at most."""
+
+MAX_REQUESTS: Final = 4096
+"""In flight per pool and protocol; more are refused at once (UNAVAILABLE, 503)."""
+
+MAX_SHADOW_REQUESTS: Final = 64
+"""Copies in flight."""
 
 LINE_VERSION: Final = "1"
 LINE: Final = "\t".join(
@@ -65,7 +77,7 @@ def bootstrap(settings: Settings, *, max_request_bytes: int = 8 << 20) -> dict[s
         "admin": {"address": _address(settings.bind, settings.router_admin_port)},
         "layered_runtime": {"layers": [{"name": "admin", "admin_layer": {}}]},
         "static_resources": {
-            "listeners": [_listener(settings, max_request_bytes)],
+            "listeners": [_listener(settings, max_request_bytes), _shadow_listener(settings)],
             "clusters": [
                 _pool("stable", settings, settings.stable_port),
                 _pool("canary", settings, settings.canary_port),
@@ -73,6 +85,7 @@ def bootstrap(settings: Settings, *, max_request_bytes: int = 8 << 20) -> dict[s
                 _pool("canary", settings, settings.canary_rest_port, rest=True),
                 _fallback(""),
                 _fallback("_rest"),
+                *_shadow_clusters(settings),
             ],
         },
     }
@@ -175,28 +188,15 @@ def _listener(settings: Settings, max_request_bytes: int) -> dict[str, Any]:
         "path_config_source": {"path": str(routes_path(settings))},
         "resource_api_version": "V3",
     }
-    filters = [
-        _typed(
-            "envoy.filters.http.body_size_limit",
-            "extensions.filters.http.body_size_limit.v3.BodySizeLimit",
-            max_request_bytes=max_request_bytes,
-        ),
-        _typed(
-            "envoy.filters.http.lua",
-            "extensions.filters.http.lua.v3.Lua",
-            default_source_code={"filename": str(Path(__file__).with_name("capture.lua"))},
-        ),
-        _typed("envoy.filters.http.router", "extensions.filters.http.router.v3.Router"),
-    ]
-    manager = _typed(
-        "envoy.filters.network.http_connection_manager",
-        "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        stat_prefix="router",
-        codec_type="AUTO",
-        always_set_request_id_in_response=True,
-        http2_protocol_options={"max_concurrent_streams": 1024, **_WINDOWS},
-        http_filters=filters,
-        access_log=[_stats_log(), _capture_log(capture_log(settings))],
+    limit = _typed(
+        "envoy.filters.http.body_size_limit",
+        "extensions.filters.http.body_size_limit.v3.BodySizeLimit",
+        max_request_bytes=max_request_bytes,
+    )
+    manager = _manager(
+        "router",
+        [limit],
+        [_stats_log("perennial"), _capture_log(capture_log(settings))],
         rds={"route_config_name": ROUTE_CONFIG, "config_source": rds},
     )
     return {
@@ -206,33 +206,57 @@ def _listener(settings: Settings, max_request_bytes: int) -> dict[str, Any]:
     }
 
 
+def _shadow_listener(settings: Settings) -> dict[str, Any]:
+    """Takes the copies and captures them like any call; a socket in the spool's folder."""
+    logs = [_stats_log("perennial_shadow"), _capture_log(capture_log(settings))]
+    return {
+        "name": "shadow",
+        "address": {"pipe": {"path": str(_shadow_socket(settings)), "mode": 0o600}},
+        "filter_chains": [
+            {"filters": [_manager("shadow", [], logs, route_config=shadow_routes())]}
+        ],
+    }
+
+
+def _shadow_socket(settings: Settings) -> Path:
+    return settings.spool_dir / "shadow.sock"
+
+
+def _manager(
+    name: str, filters: list[dict[str, Any]], logs: list[dict[str, Any]], **routes: Any
+) -> dict[str, Any]:
+    """The HTTP connection manager: `filters`, then the capture, then `routes`."""
+    lua = _typed(
+        "envoy.filters.http.lua",
+        "extensions.filters.http.lua.v3.Lua",
+        default_source_code={"filename": str(Path(__file__).with_name("capture.lua"))},
+    )
+    return _typed(
+        "envoy.filters.network.http_connection_manager",
+        "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        stat_prefix=name,
+        codec_type="AUTO",
+        always_set_request_id_in_response=True,
+        http2_protocol_options={"max_concurrent_streams": 1024, **_WINDOWS},
+        http_filters=[
+            *filters,
+            lua,
+            _typed("envoy.filters.http.router", "extensions.filters.http.router.v3.Router"),
+        ],
+        access_log=logs,
+        **routes,
+    )
+
+
 _WINDOWS = {"initial_stream_window_size": 4 << 20, "initial_connection_window_size": 32 << 20}
 
 
 def _pool(arm: str, settings: Settings, port: int, *, rest: bool = False) -> dict[str, Any]:
     name = f"{arm}_rest" if rest else arm
-    http: dict[str, Any] = {"http_protocol_options": {}}
     # REST has no health page of its own: whether the port is open has to do.
-    check: dict[str, Any] = {"tcp_health_check": {}}
-    if not rest:
-        http = {"http2_protocol_options": _WINDOWS}
-        check = {"grpc_health_check": {}}
-    endpoint = {
-        "endpoint": {"address": _address(_reachable(settings.bind), port)},
-        "metadata": {"filter_metadata": {"perennial": {"arm": arm}}},
-    }
-    protocol = "extensions.upstreams.http.v3.HttpProtocolOptions"
+    check: dict[str, Any] = {"tcp_health_check": {}} if rest else {"grpc_health_check": {}}
     return {
-        "name": name,
-        "type": "STATIC",
-        "connect_timeout": "1s",
-        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
-        "circuit_breakers": {
-            "thresholds": [{"max_requests": 4096, "max_pending_requests": 4096, "max_retries": 256}]
-        },
-        "typed_extension_protocol_options": {
-            f"envoy.{protocol}": {"@type": _TYPE + protocol, "explicit_http_config": http}
-        },
+        **_cluster(name, _address(_reachable(settings.bind), port), arm, rest=rest),
         "health_checks": [
             {
                 "timeout": "1s",
@@ -246,6 +270,49 @@ def _pool(arm: str, settings: Settings, port: int, *, rest: bool = False) -> dic
         ],
         # Else Envoy routes to hosts it knows to be dead as soon as most of a pool is.
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+    }
+
+
+def _shadow_clusters(settings: Settings) -> list[dict[str, Any]]:
+    """The second listener, and the canary as it is reached from there.
+
+    What is in flight is bounded: copies over `MAX_SHADOW_REQUESTS` are dropped, live calls are not
+    held up.
+    """
+    canary = _reachable(settings.bind)
+    listener = {"pipe": {"path": str(_shadow_socket(settings))}}
+    ports = {"": settings.canary_port, "_rest": settings.canary_rest_port}
+    return [
+        _cluster(f"{name}{suffix}", address, "shadow", suffix == "_rest", MAX_SHADOW_REQUESTS)
+        for suffix, port in ports.items()
+        for name, address in (("shadow", listener), ("canary_shadow", _address(canary, port)))
+    ]
+
+
+def _cluster(
+    name: str, address: dict[str, Any], arm: str, rest: bool, max_requests: int = MAX_REQUESTS
+) -> dict[str, Any]:
+    http = {"http_protocol_options": {}} if rest else {"http2_protocol_options": _WINDOWS}
+    endpoint = {
+        "endpoint": {"address": address},
+        "metadata": {"filter_metadata": {"perennial": {"arm": arm}}},
+    }
+    protocol = "extensions.upstreams.http.v3.HttpProtocolOptions"
+    limits = {
+        "max_connections": max_requests,
+        "max_requests": max_requests,
+        "max_pending_requests": max_requests,
+        "max_retries": 256,
+    }
+    return {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
+        "circuit_breakers": {"thresholds": [limits]},
+        "typed_extension_protocol_options": {
+            f"envoy.{protocol}": {"@type": _TYPE + protocol, "explicit_http_config": http}
+        },
     }
 
 
@@ -264,7 +331,7 @@ def _fallback(suffix: str) -> dict[str, Any]:
     }
 
 
-def _stats_log() -> dict[str, Any]:
+def _stats_log(prefix: str) -> dict[str, Any]:
     """Per-arm series with the gRPC status, without a process of ours in between."""
     tags = [
         {"name": "model", "value_format": "%METADATA(ROUTE:perennial:model)%"},
@@ -279,7 +346,7 @@ def _stats_log() -> dict[str, Any]:
     return _typed(
         "stats",
         "extensions.access_loggers.stats.v3.Config",
-        stats_scope={"prefix": "perennial"},
+        stats_scope={"prefix": prefix},
         counters=[{"stat": {"name": "requests", "tags": tags + outcome}, "value_fixed": 1}],
         histograms=[
             {

@@ -141,6 +141,32 @@ def test_rest_calls_are_rows_too(stack: Stack) -> None:
     assert status not in {row["request_id"] for row in stack.rows()}
 
 
+def test_shadowed_calls_are_two_rows_with_one_id(stack: Stack) -> None:
+    stack.router.declare({"trips": ModelRouting(0.0, "e1", 100)})
+    one = {"city": "Graz", "email": "a@b", "secret": "x", "distance": 1.5, "stops": 3}
+    ids = {
+        stack.router.predict(predict_request(distance=4.5), key="user-7").request_id: 4.5,
+        stack.router.rest("/v1/models/trips:predict", {"instances": [one]}).headers[
+            "x-request-id"
+        ]: 1.5,
+    }
+    stack.router.declare({"trips": ModelRouting(0.5, "e1")})
+    rows = eventually(
+        lambda: found if len(found := stack.rows_of(*ids)) == 4 else None, "live and shadow rows"
+    )
+    for id_, score in ids.items():
+        both = [row for row in rows if row["request_id"] == id_]
+        live, shadow = sorted(both, key=lambda row: row["arm"] == "shadow")
+        assert (live["route"], live["arm"], live["assigned"]) == ("split", "stable", "stable")
+        assert {shadow["route"], shadow["arm"], shadow["assigned"]} == {"shadow"}
+        same = ("row", "key_hash", "feature_city", "feature_distance", "feature_stops", "status")
+        assert [live[name] for name in same] == [shadow[name] for name in same]
+        assert live["score"] == shadow["score"] == score
+    assert {row["version"] for row in rows if row["feature_distance"] == 4.5} == {1, 2}
+    counted = stack.metric("perennial_recorder_records_total", arm="shadow", route="shadow")
+    assert counted == 2
+
+
 def test_failures_fallbacks_and_testers_are_told_apart(stack: Stack) -> None:
     stack.canary.fails_with = grpc.StatusCode.UNAVAILABLE
     fallen = eventually(

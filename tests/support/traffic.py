@@ -149,6 +149,7 @@ class Pool:
     rest_fails_with: int | None = None
     delay_s: float = 0.0
     calls: int = 0
+    rest_paths: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     health: health.HealthServicer = field(default_factory=health.HealthServicer)
 
@@ -163,6 +164,7 @@ class Pool:
 
     def rest(self, path: str, body: Any) -> tuple[int, Any]:
         self._count()
+        self.rest_paths.append(path)
         if self.rest_fails_with is not None:
             return self.rest_fails_with, {"error": "told to"}
         if body is None:
