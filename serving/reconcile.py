@@ -17,6 +17,7 @@ from perennial.settings import Settings
 from perennial.spec import ModelSpec, load_spec
 from perennial.states import State
 from perennial.store import Store
+from serving.router.envoy import admin_url
 from serving.router.routes import (
     ModelRouting,
     read_routes,
@@ -192,4 +193,4 @@ class Serving:
 
     @property
     def admin_url(self) -> str:
-        return f"http://{self.settings.bind}:{self.settings.router_admin_port}"
+        return admin_url(self.settings)

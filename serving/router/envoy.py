@@ -10,17 +10,21 @@ it from there. `LINE` is the format; `serving.capture` reads it.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 
-from perennial.errors import NeedsHuman, Retryable
+from perennial.errors import NeedsHuman, Permanent, Retryable
 from perennial.settings import Settings
 from perennial.store import write_atomic
+from serving.router import edge
 from serving.router.routes import (
     CAPTURE_KEY,
     ROUTE_CONFIG,
@@ -37,6 +41,9 @@ MAX_REQUESTS: Final = 4096
 
 MAX_SHADOW_REQUESTS: Final = 64
 """Copies in flight."""
+
+_MAX_SOCKET_PATH: Final = 107
+"""What the kernel takes."""
 
 LINE_VERSION: Final = "1"
 LINE: Final = "\t".join(
@@ -66,18 +73,18 @@ LINE: Final = "\t".join(
 _TYPE = "type.googleapis.com/envoy."
 
 
-def bootstrap(settings: Settings, *, max_request_bytes: int = 8 << 20) -> dict[str, Any]:
+def bootstrap(settings: Settings) -> dict[str, Any]:
     """Envoy's configuration, as JSON.
 
-    Args:
-        max_request_bytes: larger requests are refused (gRPC: UNKNOWN, REST: 413).
+    Raises:
+        Permanent: from `edge.filters`.
     """
     return {
         "node": {"id": "router", "cluster": "perennial"},
-        "admin": {"address": _address(settings.bind, settings.router_admin_port)},
+        "admin": {"address": _address(settings.router_admin_host, settings.router_admin_port)},
         "layered_runtime": {"layers": [{"name": "admin", "admin_layer": {}}]},
         "static_resources": {
-            "listeners": [_listener(settings, max_request_bytes), _shadow_listener(settings)],
+            "listeners": [_listener(settings), _shadow_listener(settings)],
             "clusters": [
                 _pool("stable", settings, settings.stable_port),
                 _pool("canary", settings, settings.canary_port),
@@ -93,38 +100,109 @@ def bootstrap(settings: Settings, *, max_request_bytes: int = 8 << 20) -> dict[s
 
 def write_bootstrap(settings: Settings) -> Path:
     """Writes the bootstrap, makes the spool, and routes everything to stable if nothing is
-    declared yet. Returns the bootstrap's path."""
+    declared yet. Returns the bootstrap's path.
+
+    Raises:
+        Permanent: from `edge.check`; `router.socket_path`.
+    """
+    edge.check(settings)
+    if len(str(_shadow_socket(settings))) > _MAX_SOCKET_PATH:
+        raise Permanent(
+            "router.socket_path",
+            f"the path of the socket {_shadow_socket(settings)} is too long",
+            hint="set PERENNIAL_HOME to a folder with a shorter path",
+        )
     spool = settings.spool_dir
     spool.mkdir(parents=True, exist_ok=True, mode=0o700)
     spool.chmod(0o700)
     if not routes_path(settings).exists():
         write_routes(routes_path(settings), {}, capture_percent=settings.capture_percent)
     path = bootstrap_path(settings)
+    # The configuration holds keys.
+    path.parent.chmod(0o700)
+    edge.write_secrets(settings, path.parent)
     write_atomic(path, json.dumps(bootstrap(settings), indent=1).encode())
     return path
 
 
-def command(settings: Settings, *, drain_time_s: int = 10) -> list[str]:
+def command(settings: Settings, *, epoch: int = 0, drain_time_s: int | None = None) -> list[str]:
     """The command that runs Envoy on the written bootstrap; its process id stays the caller's.
+
+    Args:
+        epoch: 0 for a start; one more than the running Envoy's to take over from it (hot restart):
+            it drains for `drain_time_s` and ends.
 
     Raises:
         NeedsHuman: `router.missing`, when there is no Envoy.
     """
+    drain_s = settings.router_drain_s if drain_time_s is None else drain_time_s
     return [
         str(_binary()),
         "--config-path",
         str(bootstrap_path(settings)),
-        # Two stacks on one machine must not meet in shared memory.
-        "--use-dynamic-base-id",
+        "--base-id",
+        str(base_id(settings)),
+        "--restart-epoch",
+        str(epoch),
         "--concurrency",
         "1",
         "--file-flush-interval-msec",
         str(FLUSH_INTERVAL_MS),
         "--drain-time-s",
-        str(drain_time_s),
+        str(drain_s),
+        "--parent-shutdown-time-s",
+        str(drain_s + 1),
         "--log-level",
         "warning",
     ]
+
+
+def validate(settings: Settings) -> None:
+    """Lets Envoy judge the written bootstrap.
+
+    Raises:
+        Permanent: `router.refused`, with Envoy's own words.
+        NeedsHuman: `router.missing`.
+    """
+    path = bootstrap_path(settings)
+    done = subprocess.run(
+        [str(_binary()), "--mode", "validate", "--log-level", "error", "--config-path", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise Permanent("router.refused", f"Envoy refuses {path}: {said[-500:]}")
+
+
+def connections(settings: Settings) -> int:
+    """How many clients' connections are open.
+
+    Raises:
+        httpx.HTTPError: Envoy did not answer.
+    """
+    name = "http.router.downstream_cx_active"
+    url = f"{admin_url(settings)}/stats"
+    with httpx.Client(trust_env=False) as client:
+        reply = client.get(url, params={"filter": f"^{name}$"}).raise_for_status()
+    return int(reply.text.rpartition(":")[2] or 0)
+
+
+def base_id(settings: Settings) -> int:
+    """What two Envoys of one installation find each other by; another one has another."""
+    text = f"{os.getuid()} {settings.home.absolute()}"
+    return int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)
+
+
+def remove_shared_memory(settings: Settings) -> None:
+    """Removes what this installation's Envoy leaves in shared memory when it is killed.
+
+    Call it while none of them runs.
+    """
+    for kind in ("envoy_shared_memory", "envoy_stats_memory"):
+        # Envoy multiplies the base id by ten.
+        Path(f"/dev/shm/{kind}_{base_id(settings) * 10}").unlink(missing_ok=True)
 
 
 def bootstrap_path(settings: Settings) -> Path:
@@ -137,7 +215,7 @@ def capture_log(settings: Settings) -> Path:
 
 
 def admin_url(settings: Settings) -> str:
-    return f"http://{_reachable(settings.bind)}:{settings.router_admin_port}"
+    return f"http://{settings.router_admin_host}:{settings.router_admin_port}"
 
 
 def set_capture_percent(client: httpx.Client, percent: int) -> None:
@@ -183,7 +261,7 @@ def _reachable(bind: str) -> str:
     return "127.0.0.1" if bind in ("0.0.0.0", "::") else bind
 
 
-def _listener(settings: Settings, max_request_bytes: int) -> dict[str, Any]:
+def _listener(settings: Settings) -> dict[str, Any]:
     rds = {
         "path_config_source": {"path": str(routes_path(settings))},
         "resource_api_version": "V3",
@@ -191,18 +269,24 @@ def _listener(settings: Settings, max_request_bytes: int) -> dict[str, Any]:
     limit = _typed(
         "envoy.filters.http.body_size_limit",
         "extensions.filters.http.body_size_limit.v3.BodySizeLimit",
-        max_request_bytes=max_request_bytes,
+        max_request_bytes=settings.router_max_bytes,
     )
     manager = _manager(
         "router",
-        [limit],
+        [*edge.filters(settings), limit],
         [_stats_log("perennial"), _capture_log(capture_log(settings))],
         rds={"route_config_name": ROUTE_CONFIG, "config_source": rds},
+        early_header_mutation_extensions=edge.early_mutations(settings),
+        # The address is the connection's own, whatever a client says; its request id is kept, for
+        # labels come back by it.
+        use_remote_address=True,
+        preserve_external_request_id=True,
     )
+    tls = edge.transport_socket(settings, bootstrap_path(settings).parent)
     return {
         "name": "router",
-        "address": _address(settings.bind, settings.router_port),
-        "filter_chains": [{"filters": [manager]}],
+        "address": _address(edge.listen_address(settings), settings.router_port),
+        "filter_chains": [{"filters": [manager], **tls}],
     }
 
 
@@ -223,9 +307,9 @@ def _shadow_socket(settings: Settings) -> Path:
 
 
 def _manager(
-    name: str, filters: list[dict[str, Any]], logs: list[dict[str, Any]], **routes: Any
+    name: str, filters: list[dict[str, Any]], logs: list[dict[str, Any]], **options: Any
 ) -> dict[str, Any]:
-    """The HTTP connection manager: `filters`, then the capture, then `routes`."""
+    """The HTTP connection manager: `filters`, then the capture, then the routes in `options`."""
     lua = _typed(
         "envoy.filters.http.lua",
         "extensions.filters.http.lua.v3.Lua",
@@ -244,7 +328,7 @@ def _manager(
             _typed("envoy.filters.http.router", "extensions.filters.http.router.v3.Router"),
         ],
         access_log=logs,
-        **routes,
+        **options,
     )
 
 
@@ -270,7 +354,24 @@ def _pool(arm: str, settings: Settings, port: int, *, rest: bool = False) -> dic
         ],
         # Else Envoy routes to hosts it knows to be dead as soon as most of a pool is.
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        **({"outlier_detection": _OUTLIERS} if arm == "canary" else {}),
     }
+
+
+_OUTLIERS = {
+    # A canary that fails again and again is left alone for a while. Its calls are answered by
+    # stable and stay the canary's failures: the log says `assigned` canary, `arm` stable.
+    "consecutive_5xx": 5,
+    "consecutive_gateway_failure": 5,
+    "interval": "1s",
+    "base_ejection_time": "5s",
+    "max_ejection_time": "30s",
+    "max_ejection_percent": 100,
+    "enforcing_consecutive_5xx": 100,
+    "enforcing_consecutive_gateway_failure": 100,
+    "enforcing_success_rate": 0,
+    "enforcing_failure_percentage": 0,
+}
 
 
 def _shadow_clusters(settings: Settings) -> list[dict[str, Any]]:
@@ -290,7 +391,7 @@ def _shadow_clusters(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _cluster(
-    name: str, address: dict[str, Any], arm: str, rest: bool, max_requests: int = MAX_REQUESTS
+    name: str, address: dict[str, Any], arm: str, rest: bool, max_requests: int | None = None
 ) -> dict[str, Any]:
     http = {"http_protocol_options": {}} if rest else {"http2_protocol_options": _WINDOWS}
     endpoint = {
@@ -298,10 +399,11 @@ def _cluster(
         "metadata": {"filter_metadata": {"perennial": {"arm": arm}}},
     }
     protocol = "extensions.upstreams.http.v3.HttpProtocolOptions"
+    most = max_requests or MAX_REQUESTS
     limits = {
-        "max_connections": max_requests,
-        "max_requests": max_requests,
-        "max_pending_requests": max_requests,
+        "max_connections": most,
+        "max_requests": most,
+        "max_pending_requests": most,
         "max_retries": 256,
     }
     return {

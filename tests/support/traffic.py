@@ -401,18 +401,45 @@ class Answer:
 
 
 @contextmanager
-def routing(settings: Settings) -> Iterator[Router]:
+def routing(
+    settings: Settings, credentials: grpc.ChannelCredentials | None = None
+) -> Iterator[Router]:
     """Runs Envoy until its routes are in force."""
     envoy.write_bootstrap(settings)
+    command = envoy.command(settings, drain_time_s=1)
     try:
-        yield from _routing(settings)
+        yield from _routing(
+            settings, Process(command, {}, settings.home / "envoy.log"), credentials
+        )
     finally:
+        envoy.remove_shared_memory(settings)
         shutil.rmtree(settings.spool_dir)
 
 
-def _routing(settings: Settings) -> Iterator[Router]:
-    process = Process(envoy.command(settings, drain_time_s=1), {}, settings.home / "envoy.log")
-    with process, grpc.insecure_channel(f"127.0.0.1:{settings.router_port}") as channel:
+@contextmanager
+def router_service(settings: Settings) -> Iterator[Router]:
+    """`python -m serving.router`, its routes in force; it's told to end at the end."""
+    process = python_module(settings, "serving.router")
+    try:
+        for router in _routing(settings, process):
+            yield router
+            if process.popen.poll() is None:
+                assert process.stop() == 0
+    finally:
+        shutil.rmtree(settings.spool_dir, ignore_errors=True)
+
+
+def _routing(
+    settings: Settings, process: Process, credentials: grpc.ChannelCredentials | None = None
+) -> Iterator[Router]:
+    target = f"127.0.0.1:{settings.router_port}"
+    with (
+        process,
+        grpc.secure_channel(target, credentials)
+        if credentials
+        else grpc.insecure_channel(target) as channel,
+    ):
+        eventually(routes.routes_path(settings).exists, "the routes are written")
         declared = routes.read_routes(routes.routes_path(settings))
         routes.wait_applied(envoy.admin_url(settings), declared.version, 60.0)
         grpc.channel_ready_future(channel).result(60)
