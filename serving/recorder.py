@@ -9,8 +9,9 @@ folder synced, renamed) before its offset is saved; its files are named after wh
 spool, so that a batch that is taken again replaces itself. SIGTERM drains and exits with 0.
 
 A line that gives no row is counted by reason and kept in the spool folder (bounded, unmasked, so
-never on lasting disk). When the backlog, Envoy's own buffer or the disk pass their limits, capture
-is suspended through Envoy's admin interface and the suspended time is counted.
+never on lasting disk). A disk that takes nothing is tried again each turn. When the backlog, the
+router's own buffer or the disk pass their limits, capture is suspended through Envoy's admin
+interface and the suspended time is counted.
 """
 
 from __future__ import annotations
@@ -64,6 +65,17 @@ class Metrics:
         )
         self.suspended_s = Counter(
             f"{prefix}_suspended_seconds", "How long capture was suspended.", registry=registry
+        )
+        self.failures = Counter(
+            f"{prefix}_write_failures",
+            "Turns in which the log's disk took nothing; what waits stays in the spool.",
+            registry=registry,
+        )
+        self.dropped = Gauge(
+            f"{prefix}_router_write_failures",
+            "Writes into the spool that failed in the router since it started: lines that never "
+            "came.",
+            registry=registry,
         )
         self.backlog_bytes = Gauge(
             f"{prefix}_backlog_bytes", "Spool that is not in the log yet.", registry=registry
@@ -145,7 +157,7 @@ class Guard:
 
     Args:
         client: of the router's admin interface.
-        folders: whose disks must keep `min_free_bytes`.
+        folders: whose disks must keep `min_free_bytes`, or `min_free_share` of a small one.
         percent: of the calls to capture while nothing is wrong.
     """
 
@@ -156,6 +168,7 @@ class Guard:
     max_backlog_bytes: int = 256 << 20
     max_buffered_bytes: int = 64 << 20
     min_free_bytes: int = 512 << 20
+    min_free_share: float = 0.1
     _applied: int | None = None
     _last: float = 0.0
 
@@ -178,21 +191,25 @@ class Guard:
     def _reason(self, backlog_bytes: int) -> str | None:
         if backlog_bytes > self.max_backlog_bytes:
             return f"backlog of {backlog_bytes} bytes"
-        if (buffered := self._buffered_bytes()) > self.max_buffered_bytes:
+        stats = self._stats()
+        self.metrics.dropped.set(stats.get("write_failed", 0))
+        if (buffered := stats.get("write_total_buffered", 0)) > self.max_buffered_bytes:
             return f"the router holds {buffered} bytes: its disk hangs"
         for folder in self.folders:
-            if (free := shutil.disk_usage(folder).free) < self.min_free_bytes:
-                return f"{free} bytes free on the disk of {folder}"
+            usage = shutil.disk_usage(folder)
+            if usage.free < min(self.min_free_bytes, usage.total * self.min_free_share):
+                return f"{usage.free} bytes free on the disk of {folder}"
         return None
 
-    def _buffered_bytes(self) -> int:
+    def _stats(self) -> dict[str, int]:
+        """The router's `filesystem.*`; none when it is away, and then it buffers nothing."""
         try:
-            reply = self.client.get("/stats", params={"filter": "^filesystem.write_total_buffered"})
-            reply.raise_for_status()
-            return int(reply.text.rpartition(":")[2] or 0)
+            reply = self.client.get("/stats", params={"filter": "^filesystem.write_"})
+            lines = reply.raise_for_status().text.splitlines()
+            pairs = [line.removeprefix("filesystem.").split(": ") for line in lines]
+            return {name: int(value) for name, value in pairs}
         except (httpx.HTTPError, ValueError):
-            # A router that is away buffers nothing.
-            return 0
+            return {}
 
     def _set(self, percent: int, reason: str) -> None:
         try:
@@ -236,10 +253,15 @@ def run(settings: Settings, stop: threading.Event) -> None:
             while True:
                 last = stop.wait(TURN_S)
                 gathered += 1
-                if last or gathered >= gather or spool.backlog_bytes() >= MAX_BATCH_BYTES:
-                    gather = gather_turns(_take(spool, writer), gathered)
-                    gathered = 0
-                metrics.unparsable.labels(Reason.LINE).inc(spool.rotate())
+                try:
+                    if last or gathered >= gather or spool.backlog_bytes() >= MAX_BATCH_BYTES:
+                        gather = gather_turns(_take(spool, writer), gathered)
+                        gathered = 0
+                    metrics.unparsable.labels(Reason.LINE).inc(spool.rotate())
+                except OSError as error:
+                    # A full disk, most likely. Nothing is lost: it is all taken again.
+                    metrics.failures.inc()
+                    logger.warning("nothing was recorded: %s", error)
                 backlog = spool.backlog_bytes()
                 metrics.backlog_bytes.set(backlog)
                 guard.check(backlog)

@@ -416,7 +416,7 @@ def test_capture_is_suspended_by_a_backlog_and_resumed(stack: Stack) -> None:
         assert percent() == "0"
         guard.check(10)
         assert percent() == "100"
-        guard.min_free_bytes = 1 << 60
+        guard.min_free_bytes, guard.min_free_share = 1 << 60, 1.1
         guard.check(0)
         assert percent() == "0"
         guard.min_free_bytes = 0

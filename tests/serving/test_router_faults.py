@@ -13,8 +13,10 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from perennial.settings import Settings
+from serving.recorder import Guard, Metrics
 from serving.router import envoy
 from serving.router.routes import ModelRouting
 from tests.support.edge import private
@@ -193,6 +195,29 @@ def test_a_canary_that_is_left_alone_still_fails(
         assert {fields[id_][4] for id_ in hidden + seen} == {b"canary_or_stable"}
         assert {fields[id_][3] for id_ in hidden} == {b"stable"}
         eventually(lambda: router.predict().arm == "canary", "it is asked again", deadline_s=20)
+
+
+def test_a_full_disk_under_the_capture_fails_no_call_and_is_counted(
+    tmp_path: Path, settings: Settings, pools: tuple[Pool, Pool]
+) -> None:
+    mine = beside(settings, tmp_path)
+    mine.spool_dir.mkdir(mode=0o700)
+    log = envoy.capture_log(mine)
+    log.symlink_to("/dev/full")
+    metrics = Metrics(CollectorRegistry())
+    with routing(mine) as router, httpx.Client(base_url=envoy.admin_url(mine)) as client:
+        guard = Guard(client, metrics, (), 100)
+        assert {router.predict().code for _ in range(100)} == {OK}
+
+        def dropped() -> float:
+            guard.check(0)
+            return metrics.dropped._value.get()
+
+        eventually(dropped, "what was not written is counted")
+        log.unlink()
+        client.post("/reopen_logs").raise_for_status()
+        again = router.predict().request_id.encode()
+        eventually(lambda: log.exists() and again in captured(log), "there is room again")
 
 
 def test_more_calls_than_a_pool_may_have_are_refused_at_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,45 @@ def predict_request(
             "stops": int_tensor(*range(rows)),
         },
     )
+
+
+@cache
+def _bodies() -> tuple[bytes, bytes]:
+    """A request and its reply as the router writes them."""
+    reply = pb.PredictResponse(outputs={"late": float_tensor(0.25)})
+    reply.model_spec.version.value = 3
+    bodies = []
+    for message in (predict_request(), reply):
+        content = message.SerializeToString()
+        frame = b"\0" + len(content).to_bytes(4, "big") + content
+        bodies.append(b"%d:%s" % (len(frame), base64.b64encode(frame)))
+    return bodies[0], bodies[1]
+
+
+def spool_line(number: int, **fields: bytes) -> bytes:
+    """A line as the router writes it, of a call of the small model; `fields` replace its own."""
+    bodies = _bodies()
+    values = {
+        "time": b"%d.%06d" % divmod(time.time_ns() // 1000, 1_000_000),
+        "duration": b"7",
+        "arm": b"stable",
+        "cluster": b"stable",
+        "route": b"split",
+        "model": b"trips",
+        "http": b"200",
+        "grpc": b"0",
+        "flags": b"-",
+        "attempt": b"1",
+        "request": b"a1:%d:%s" % (number, bodies[0]),
+        "reply": bodies[1],
+        "path": PREDICT.encode(),
+        "request_encoding": b"-",
+        "reply_encoding": b"-",
+        "request_id": b"r-%d" % number,
+        "key": b"-",
+        **fields,
+    }
+    return b"\t".join([envoy.LINE_VERSION.encode(), *values.values()]) + b"\n"
 
 
 @dataclass
