@@ -32,6 +32,7 @@ from perennial.spec import ModelSpec
 from perennial.store import Store
 from serving.protos import tfserving_pb2 as pb
 from serving.recorder import Metrics, Writer
+from serving.router.envoy import LINE_VERSION
 from serving.spool import Batch, Spool
 
 RECORDS = 10_000
@@ -130,9 +131,9 @@ def _plain(folder: Path) -> Callable[[Batch], None]:
         for line in batch.lines:
             fields = line.decode().split("\t")
             request = pb.PredictRequest()
-            request.ParseFromString(base64.b64decode(fields[11].split(":")[3])[5:])
+            request.ParseFromString(base64.b64decode(fields[12].split(":")[3])[5:])
             reply = pb.PredictResponse()
-            reply.ParseFromString(base64.b64decode(fields[12].split(":")[1])[5:])
+            reply.ParseFromString(base64.b64decode(fields[13].split(":")[1])[5:])
             columns = {name: values(proto) for name, proto in request.inputs.items()}
             for index, score in enumerate(values(reply.outputs["late"])):
                 features = {f"feature_{name}": v[index] for name, v in columns.items()}
@@ -140,16 +141,16 @@ def _plain(folder: Path) -> Callable[[Batch], None]:
                 features["feature_secret"] = None
                 rows.append(
                     {
-                        "request_id": fields[16],
+                        "request_id": fields[17],
                         "row": index,
-                        "key_hash": hashed(fields[17]),
+                        "key_hash": hashed(fields[18]),
                         "time": datetime.fromtimestamp(float(fields[1]), UTC),
                         "latency_ms": float(fields[2]),
                         "arm": fields[3],
                         "assigned": "canary" if fields[4].startswith("canary") else "stable",
                         "route": fields[5],
                         "version": reply.model_spec.version.value,
-                        "status": int(fields[8]),
+                        "status": int(fields[9]),
                         "score": score,
                         **features,
                     }
@@ -182,13 +183,14 @@ def _lines(count: int) -> Iterator[bytes]:
         bodies = [_frame(request), _frame(reply)]
         arm = random.choice(["stable", "canary"])
         fields = [
-            "1",
+            LINE_VERSION,
             f"17000000{number // 1000:02d}.{number % 1000:03d}{random.randrange(1000):03d}",
             str(random.randrange(1, 20)),
             arm,
             "canary_or_stable" if arm == "canary" else "stable",
             "split",
             NAME,
+            "0:0",
             "200",
             "0",
             "-",

@@ -46,6 +46,7 @@ _FRAME = struct.Struct(">BI")
 _HOUR_US = 3_600_000_000
 _END_OF_TIME_US = 100_000_000_000_000_000
 _REQUEST_ID = re.compile(rb"[!-~]{1,200}")
+_ARMS = (b"stable", b"canary")
 _ASSIGNED = {
     b"canary": "canary",
     b"canary_rest": "canary",
@@ -104,6 +105,8 @@ class Call(NamedTuple):
 
     Attributes:
         is_rest: else gRPC.
+        declared_version: of a REST call, what the answering pool serves as the routes say; 0:
+            unknown. The reply doesn't name it.
         time_us: when it arrived, in microseconds since 1970.
         status: gRPC status code; REST's is translated; -1: the client went away.
         request, reply: bodies; None where larger than the router copies.
@@ -129,6 +132,7 @@ class Call(NamedTuple):
     request_id: str
     routing_key: str
     is_rest: bool
+    declared_version: int
 
 
 def parse_line(line: bytes) -> Call:
@@ -140,8 +144,8 @@ def parse_line(line: bytes) -> Call:
     fields = line.split(b"\t", _FIELDS - 1)
     if len(fields) != _FIELDS or fields[0] != _VERSION:
         raise Unparsable(Reason.LINE, f"{len(fields)} fields of {_FIELDS}")
-    _, time, duration, arm, cluster, route, model, http, grpc, _, _ = fields[:11]
-    request, reply, path, request_encoding, reply_encoding, request_id, key = fields[11:]
+    _, time, duration, arm, cluster, route, model, versions, http, grpc, _, _ = fields[:12]
+    request, reply, path, request_encoding, reply_encoding, request_id, key = fields[12:]
     try:
         time_us = round(float(time) * 1e6)
         latency_ms = 0.0 if duration == _ABSENT else float(duration)
@@ -150,13 +154,14 @@ def parse_line(line: bytes) -> Call:
         worker, sequence, request_size, request = request.split(b":", 3)
         reply_size, reply = (b"0", b"") if reply == _ABSENT else reply.split(b":", 1)
         number, request_bytes, reply_bytes = int(sequence), int(request_size), int(reply_size)
-    except (ValueError, OverflowError) as error:
+        is_rest = path.startswith(b"/v1/")
+        version = _declared(versions, arm) if is_rest else 0
+    except (ValueError, OverflowError, IndexError) as error:
         raise Unparsable(Reason.LINE, str(error)) from None
     if not 0 <= time_us < _END_OF_TIME_US:
         raise Unparsable(Reason.LINE, f"time {time[:30]!r}")
     if not _REQUEST_ID.fullmatch(request_id) or request_id == _ABSENT:
         raise Unparsable(Reason.REQUEST_ID, repr(request_id[:50]))
-    is_rest = path.startswith(b"/v1/")
     assigned = _ASSIGNED.get(cluster, "stable")
     return Call(
         time_us,
@@ -179,6 +184,7 @@ def parse_line(line: bytes) -> Call:
         request_id.decode(),
         _text(key),
         is_rest,
+        version,
     )
 
 
@@ -369,7 +375,8 @@ def _answer(call: Call, spec: ModelSpec, count: int, version: int) -> tuple[int,
         raise Unparsable(Reason.BODY, str(error)) from None
     try:
         if call.is_rest:
-            return version, payload.rest_scores(reply, output, count)
+            scores = payload.rest_scores(reply, output, count)
+            return version or call.declared_version, scores
         return version, payload.grpc_scores(reply.outputs, output, count)
     except payload.Malformed as error:
         raise Unparsable(Reason.SCORE, str(error)) from None
@@ -383,6 +390,13 @@ def _status(http: int, grpc: int | None, is_rest: bool) -> int:
     if http == 200:
         return 0
     return _GRPC_OF_HTTP.get(http, 13 if http >= 500 else _UNKNOWN)
+
+
+def _declared(versions: bytes, arm: bytes) -> int:
+    """The answering arm's version, of `stable:canary`."""
+    if versions == _ABSENT or arm not in _ARMS:
+        return 0
+    return int(versions.split(b":")[_ARMS.index(arm)])
 
 
 def _text(field: bytes) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perennial.ledger import Champion, Episode, Ledger
 from perennial.settings import Settings
@@ -88,6 +88,10 @@ def desired(champion: Champion | None, episode: Episode | None) -> Desired:
     )
 
 
+def _only(versions: tuple[int, ...]) -> int:
+    return versions[0] if len(versions) == 1 else 0
+
+
 class Serving:
     """Makes the pools and the router what the ledger says.
 
@@ -110,15 +114,22 @@ class Serving:
         """Makes serving what the ledger says; returns what that is.
 
         A share is lowered before a pool changes and raised after, so that no request is sent to a
-        version that is not loaded. Calls are mirrored once the canary is loaded.
+        version that is not loaded. Calls are mirrored once the canary is loaded. While a pool
+        changes, the routes name no version.
 
         Raises:
             Retryable: `pool.unreachable`, `pool.not_available`, `router.unreachable`.
             Permanent: `pool.load_failed`, with the server's own message.
         """
         want = self.desired(model)
-        if self.share(model) > want.share or not want.canary:
-            self._route(model, ModelRouting(0.0 if not want.canary else want.share, want.salt))
+        share = want.share if want.canary else 0.0
+        declared = read_routes(routes_path(self.settings)).models.get(model)
+        if (
+            declared is None
+            or declared.share > share
+            or (declared.shadow_percent and not want.canary)
+        ):
+            self._route(model, ModelRouting(share, want.salt))
         stable_label = want.stable_label or max(want.stable, default=0)
         self._apply(self._stable, model, want.stable, stable_label, deadline_s)
         self._apply(self._canary, model, want.canary, max(want.canary, default=0), deadline_s)
@@ -132,7 +143,7 @@ class Serving:
             if spec is None or spec.name != model:
                 spec = load_spec(self.settings.models_dir / model, self.settings.profile)
             percent = spec.release.shadow_percent
-        return ModelRouting(want.share, want.salt, percent)
+        return ModelRouting(want.share, want.salt, percent, _only(want.stable), _only(want.canary))
 
     def _apply(
         self,
@@ -151,6 +162,9 @@ class Serving:
             served.is_exactly(wanted) for served in pool.served(model)
         ):
             return
+        declared = read_routes(routes_path(self.settings)).models.get(model)
+        if declared is not None:
+            self._route(model, replace(declared, stable_version=0, canary_version=0))
         pool.apply(model, wanted, deadline_s=deadline_s)
 
     def cut_canary(self, model: str) -> None:
@@ -167,7 +181,13 @@ class Serving:
 
         For the start of a stack, before a router runs: nothing is waited for.
         """
-        routing = {model: self._routing(model, self.desired(model)) for model in models}
+        routing = {
+            # What the pools serve is not known before the first reconciliation.
+            model: replace(
+                self._routing(model, self.desired(model)), stable_version=0, canary_version=0
+            )
+            for model in models
+        }
         write_routes(
             routes_path(self.settings), routing, capture_percent=self.settings.capture_percent
         )

@@ -59,7 +59,8 @@ def run(settings: Settings, stop: threading.Event) -> None:
     running = [_start(settings, 0)]
     try:
         while not stop.wait(_TURN_S):
-            if again.is_set():
+            # A third Envoy would end the first one before its clients have left: one at a time.
+            if again.is_set() and len(running) == 1:
                 again.clear()
                 running += _taking_over(settings, running[-1].epoch + 1)
             for ended in [one for one in running if not one.is_running]:
@@ -94,8 +95,8 @@ def _taking_over(settings: Settings, epoch: int) -> list[_Envoy]:
 
 
 def _drain(settings: Settings) -> None:
-    """Lets the calls in flight end, for `router_drain_s` at most."""
-    deadline = time.monotonic() + settings.router_drain_s
+    """Tells clients to go and lets their calls end, until no connection is open or time is up."""
+    deadline = time.monotonic() + settings.router_drain_s + envoy.GOODBYE_S
     try:
         envoy.drain(settings)
         while envoy.connections(settings) and time.monotonic() < deadline:

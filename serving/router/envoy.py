@@ -36,6 +36,10 @@ from serving.router.routes import (
 FLUSH_INTERVAL_MS: Final = 300
 """What a killed Envoy loses of the log, at most."""
 
+GOODBYE_S: Final = 2
+"""A connection is closed a second after its client was told to go, so that no call is under way to
+a closed one; another second is for calls that are still being answered."""
+
 MAX_REQUESTS: Final = 4096
 """In flight per pool and protocol; more are refused at once (UNAVAILABLE, 503)."""
 
@@ -45,7 +49,7 @@ MAX_SHADOW_REQUESTS: Final = 64
 _MAX_SOCKET_PATH: Final = 107
 """What the kernel takes."""
 
-LINE_VERSION: Final = "1"
+LINE_VERSION: Final = "2"
 LINE: Final = "\t".join(
     [
         LINE_VERSION,
@@ -55,6 +59,7 @@ LINE: Final = "\t".join(
         "%UPSTREAM_CLUSTER%",
         "%ROUTE_NAME%",
         "%METADATA(ROUTE:perennial:model)%",
+        "%METADATA(ROUTE:perennial:versions)%",
         "%RESPONSE_CODE%",
         "%GRPC_STATUS_NUMBER%",
         "%RESPONSE_FLAGS%",
@@ -130,7 +135,7 @@ def command(settings: Settings, *, epoch: int = 0, drain_time_s: int | None = No
 
     Args:
         epoch: 0 for a start; one more than the running Envoy's to take over from it (hot restart):
-            it drains for `drain_time_s` and ends.
+            that one tells its clients to go, over `drain_time_s`, and ends `GOODBYE_S` after it.
 
     Raises:
         NeedsHuman: `router.missing`, when there is no Envoy.
@@ -151,7 +156,7 @@ def command(settings: Settings, *, epoch: int = 0, drain_time_s: int | None = No
         "--drain-time-s",
         str(drain_s),
         "--parent-shutdown-time-s",
-        str(drain_s + 1),
+        str(drain_s + GOODBYE_S),
         "--log-level",
         "warning",
     ]
@@ -321,6 +326,7 @@ def _manager(
         stat_prefix=name,
         codec_type="AUTO",
         always_set_request_id_in_response=True,
+        drain_timeout="1s",
         http2_protocol_options={"max_concurrent_streams": 1024, **_WINDOWS},
         http_filters=[
             *filters,

