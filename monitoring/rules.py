@@ -69,7 +69,7 @@ def _config(settings: Settings) -> str:
     host = settings.reachable
     interval = f"{settings.scrape_interval_s}s"
 
-    def job(name: str, port: int, **given: Any) -> dict[str, Any]:
+    def job(name: str, port: int, host: str = host, **given: Any) -> dict[str, Any]:
         return {"job_name": name, "static_configs": [{"targets": [f"{host}:{port}"]}], **given}
 
     pools = {
@@ -86,6 +86,7 @@ def _config(settings: Settings) -> str:
     router = job(
         "router",
         settings.router_admin_port,
+        settings.router_admin_host,
         metrics_path="/stats/prometheus",
         params={"usedonly": [""]},
     )

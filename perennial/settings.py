@@ -60,6 +60,29 @@ class Settings(BaseModel):
     )
     prometheus_command: str = Field("", description="Path of prometheus; empty: PATH, then .local.")
     router_port: int = Field(9000, ge=1, le=65535, description="Envoy: gRPC and REST clients.")
+    router_bind: str = Field(
+        "", description="Address that clients reach the router at; empty: bind."
+    )
+    router_open: bool = Field(
+        False, description="A router beyond loopback that answers anybody is meant."
+    )
+    router_tls_dir: str = Field(
+        "", description="Folder of server.crt, server.key and, for mTLS, clients.crt."
+    )
+    router_api_keys: str = Field("", description="File of lines `client key`; mode 0600.")
+    router_jwks: str = Field("", description="File of the JWT issuer's keys (JWKS); mode 0600.")
+    router_jwt_issuer: str = Field("", description="What `iss` must be; empty: anything.")
+    router_jwt_audience: str = Field("", description="What `aud` must hold; empty: anything.")
+    router_rate_per_s: int = Field(0, ge=0, description="Calls per client and second; 0: any.")
+    router_max_bytes: int = Field(
+        8 << 20, ge=1024, le=64 << 20, description="Largest request that the router takes."
+    )
+    router_tester_token: str = Field(
+        "", description="File of the token that lets testers name the arm; mode 0600."
+    )
+    router_drain_s: int = Field(
+        5, ge=1, description="How long the router finishes calls when it ends or is replaced."
+    )
     router_admin_port: int = Field(9901, ge=1, le=65535, description="Envoy's admin interface.")
     stable_port: int = Field(8500, ge=1, le=65535, description="gRPC of the stable pool.")
     stable_rest_port: int = Field(8501, ge=1, le=65535)
@@ -144,6 +167,12 @@ class Settings(BaseModel):
     def store(self) -> str:
         """The store's fsspec URL, without a trailing slash."""
         return (self.store_url or f"file://{self.home / 'store'}").rstrip("/")
+
+    @property
+    def router_admin_host(self) -> str:
+        """Where Envoy's admin interface listens: it can end the router, so on loopback only."""
+        local = self.bind == "localhost" or self.bind.startswith("127.") or self.bind == "::1"
+        return self.bind if local else "127.0.0.1"
 
     @property
     def spool_dir(self) -> Path:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from datetime import timedelta
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -39,14 +40,43 @@ class FeatureType(StrEnum):
     BOOL = "bool"
 
 
+MASKED_TYPES: Final = {
+    # A float's text differs between gRPC and REST, so that its hash would; two values hide nothing.
+    "hash": (FeatureType.STRING, FeatureType.INT),
+    "bucket": (FeatureType.INT, FeatureType.FLOAT),
+    "redact": (FeatureType.STRING,),
+}
+
+
 class Feature(_Part):
     """One input tensor of the model: shape [batch], one value per row."""
 
     type: FeatureType
-    sensitive: Literal["drop", "hash"] | None = Field(
-        None, description="What the recorder does before anything is written; null: keep."
+    sensitive: Literal["drop", "hash", "bucket", "redact"] | None = Field(
+        None,
+        description="What the recorder does before anything is written; null: keep. drop: null. "
+        "hash (string, int): keyed hash. bucket (int, float): which of `edges` it lies between. "
+        "redact (string): whether it was there at all.",
+    )
+    edges: tuple[float, ...] = Field(
+        (),
+        description="Of `bucket`, increasing; stored is how many are at or below the value.",
     )
     description: str = ""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Feature:
+        fitting = MASKED_TYPES.get(self.sensitive or "", tuple(FeatureType))
+        if self.type not in fitting:
+            raise ValueError(
+                f"sensitive: {self.sensitive} is for {' and '.join(fitting)} features, "
+                f"this one is {self.type}"
+            )
+        if (self.sensitive == "bucket") != bool(self.edges):
+            raise ValueError("sensitive: bucket and edges belong together")
+        if not all(map(math.isfinite, self.edges)) or any(b <= a for a, b in pairwise(self.edges)):
+            raise ValueError(f"edges must be finite and increasing, got {list(self.edges)}")
+        return self
 
 
 class Label(_Part):
@@ -181,6 +211,9 @@ class Release(_Part):
         Stage(share=0.05),
         Stage(share=0.25),
         Stage(share=0.5),
+    )
+    shadow_percent: int = Field(
+        100, ge=0, le=100, description="While shadowing: share of the calls that are mirrored."
     )
     primary_metric: Literal["log_loss", "brier", "absolute_error"] = "log_loss"
     clip: float = Field(4.0, gt=0, description="Cap of the loss of one row, declared beforehand.")

@@ -1,26 +1,30 @@
 """One captured call, from the router's line to rows of the prediction log.
 
-`parse_line` reads the line's fields (`serving.router.envoy.LINE`); `rows` reads the bodies, gRPC or
-REST, and gives one row per example, masked. Both raise `Unparsable` with one of few reasons, so
-that what could not be read is counted by reason and kept apart.
+`parse_line` reads the line's fields (`serving.router.envoy.LINE`); `Rows.add` reads the bodies,
+gRPC or REST. Both raise `Unparsable` with one of few reasons, so that what could not be read is
+counted by reason and kept apart. `Rows` holds a batch column by column, with no object per row, and
+masks whole columns: a record must cost little (`make bench-recorder`).
 """
 
 from __future__ import annotations
 
-import base64
 import binascii
 import re
+import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
+import numpy as np
+import pyarrow as pa
 from google.protobuf.message import DecodeError
 
-from perennial.records import hash_key
-from perennial.spec import Feature, ModelSpec
+from perennial.records import hashed_column, masked_column, prediction_schema
+from perennial.spec import ModelSpec
 from serving import payload
 from serving.protos import tfserving_pb2 as pb
 from serving.router.envoy import LINE, LINE_VERSION
@@ -30,10 +34,28 @@ MAX_BODY_BYTES: Final = 64 << 20
 
 CLIENT_LEFT: Final = -1
 
+MAX_FAILED_ROWS: Final = 100
+"""A failed call of more examples is one row without features: nobody computed anything for it, so
+that it must not cost much to record."""
+
 _FIELDS = LINE.count("\t") + 1
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_REQUEST_ID = re.compile(r"[!-~]{1,200}")
-_REST_PATH = re.compile(r"/v1/models/([^/:?]+)(?:/versions/(\d+)|/labels/[^/:?]+)?:predict")
+_VERSION = LINE_VERSION.encode()
+_ABSENT = b"-"
+_UNKNOWN, _MAX_STATUS = 2, 999
+_FRAME = struct.Struct(">BI")
+_HOUR_US = 3_600_000_000
+_END_OF_TIME_US = 100_000_000_000_000_000
+_REQUEST_ID = re.compile(rb"[!-~]{1,200}")
+_ARMS = (b"stable", b"canary")
+_ASSIGNED = {
+    b"canary": "canary",
+    b"canary_rest": "canary",
+    b"canary_or_stable": "canary",
+    b"canary_or_stable_rest": "canary",
+    b"canary_shadow": "shadow",
+    b"canary_shadow_rest": "shadow",
+}
+_REST_PATH = re.compile(r"/v1/models/([^/:?]+)(?:/versions/(\d{1,18})|/labels/[^/:?]+)?:predict")
 _GRPC_OF_HTTP = {
     400: 3,
     401: 16,
@@ -78,50 +100,39 @@ class Unparsable(ValueError):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
-    """One captured body; `content` is None when it was larger than the router copies."""
+class Call(NamedTuple):
+    """One line of the spool.
 
-    size_bytes: int
-    content: bytes | None
+    Attributes:
+        is_rest: else gRPC.
+        declared_version: of a REST call, what the answering pool serves as the routes say; 0:
+            unknown. The reply doesn't name it.
+        time_us: when it arrived, in microseconds since 1970.
+        status: gRPC status code; REST's is translated; -1: the client went away.
+        request, reply: bodies; None where larger than the router copies.
+        request_bytes, reply_bytes: their sizes all the same.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One line of the spool."""
-
-    time: datetime
+    time_us: int
     latency_ms: float
     arm: str
     assigned: str
     route: str
     routed_model: str
-    http_status: int
-    grpc_status: int | None
-    worker: str
+    status: int
+    worker: bytes
     sequence: int
-    request: Body
-    reply: Body
+    request_bytes: int
+    request: bytes | None
+    reply_bytes: int
+    reply: bytes | None
     path: str
-    request_encoding: str
-    reply_encoding: str
+    request_encoding: bytes
+    reply_encoding: bytes
     request_id: str
     routing_key: str
-
-    @property
-    def is_rest(self) -> bool:
-        return self.path.startswith("/v1/")
-
-    @property
-    def status(self) -> int:
-        """gRPC status code; REST's is translated; -1: the client went away."""
-        if self.grpc_status is not None:
-            return self.grpc_status
-        if self.http_status == 0 or (self.http_status == 200 and not self.is_rest):
-            return CLIENT_LEFT
-        if self.http_status == 200:
-            return 0
-        return _GRPC_OF_HTTP.get(self.http_status, 13 if self.http_status >= 500 else 2)
+    is_rest: bool
+    declared_version: int
 
 
 def parse_line(line: bytes) -> Call:
@@ -131,200 +142,298 @@ def parse_line(line: bytes) -> Call:
         Unparsable: `line`, `body` or `request_id`.
     """
     fields = line.split(b"\t", _FIELDS - 1)
-    if len(fields) != _FIELDS or fields[0] != LINE_VERSION.encode():
+    if len(fields) != _FIELDS or fields[0] != _VERSION:
         raise Unparsable(Reason.LINE, f"{len(fields)} fields of {_FIELDS}")
-    text = ["" if field == b"-" else field.decode("utf-8", "replace") for field in fields]
+    _, time, duration, arm, cluster, route, model, versions, http, grpc, _, _ = fields[:12]
+    request, reply, path, request_encoding, reply_encoding, request_id, key = fields[12:]
     try:
-        time = _EPOCH + timedelta(microseconds=_micros(text[1]))
-        latency_ms = float(text[2] or 0)
-        http_status = int(text[7] or 0)
-        grpc_status = int(text[8]) if text[8] else None
-        worker, sequence, request_bytes, request = fields[11].split(b":", 3)
-        reply_bytes, reply = fields[12].split(b":", 1) if text[12] else (b"0", b"")
-        number, sizes = int(sequence), (int(request_bytes), int(reply_bytes))
-    except (ValueError, OverflowError) as error:
+        time_us = round(float(time) * 1e6)
+        latency_ms = 0.0 if duration == _ABSENT else float(duration)
+        http_status = 0 if http == _ABSENT else int(http)
+        grpc_status = None if grpc == _ABSENT else int(grpc)
+        worker, sequence, request_size, request = request.split(b":", 3)
+        reply_size, reply = (b"0", b"") if reply == _ABSENT else reply.split(b":", 1)
+        number, request_bytes, reply_bytes = int(sequence), int(request_size), int(reply_size)
+        is_rest = path.startswith(b"/v1/")
+        version = _declared(versions, arm) if is_rest else 0
+    except (ValueError, OverflowError, IndexError) as error:
         raise Unparsable(Reason.LINE, str(error)) from None
-    if not _REQUEST_ID.fullmatch(text[16]):
-        raise Unparsable(Reason.REQUEST_ID, repr(text[16][:50]))
-    assigned = "canary" if text[4].startswith("canary") else "stable"
+    if not 0 <= time_us < _END_OF_TIME_US:
+        raise Unparsable(Reason.LINE, f"time {time[:30]!r}")
+    if not _REQUEST_ID.fullmatch(request_id) or request_id == _ABSENT:
+        raise Unparsable(Reason.REQUEST_ID, repr(request_id[:50]))
+    assigned = _ASSIGNED.get(cluster, "stable")
     return Call(
-        time=time,
-        latency_ms=latency_ms,
+        time_us,
+        latency_ms,
         # Without a host nobody answered; the status says so.
-        arm=text[3] or assigned,
-        assigned=assigned,
-        route=text[5],
-        routed_model=text[6],
-        http_status=http_status,
-        grpc_status=grpc_status,
-        worker=worker.decode("ascii", "replace"),
-        sequence=number,
-        request=_body(sizes[0], request),
-        reply=_body(sizes[1], reply),
-        path=text[13],
-        request_encoding=text[14],
-        reply_encoding=text[15],
-        request_id=text[16],
-        routing_key=text[17],
+        assigned if arm == _ABSENT else _word(arm),
+        assigned,
+        _word(route),
+        _word(model),
+        _status(http_status, grpc_status, is_rest),
+        worker,
+        number,
+        request_bytes,
+        _body(request_bytes, request),
+        reply_bytes,
+        _body(reply_bytes, reply),
+        path.decode("utf-8", "replace"),
+        request_encoding,
+        reply_encoding,
+        request_id.decode(),
+        _text(key),
+        is_rest,
+        version,
     )
 
 
-def rows(
-    call: Call, specs: Mapping[str, ModelSpec], secret: bytes
-) -> tuple[str, list[dict[str, Any]]]:
-    """The model's name and one masked row per example, by `records.prediction_schema`.
+class Rows:
+    """The rows of a batch of calls, column by column and masked, per model and hour.
 
-    A call that failed and whose features can't be read is one row without features: its failure
-    counts all the same.
-
-    Raises:
-        Unparsable: with the reason.
+    Args:
+        secret: that routing keys and `hash` features are hashed with.
     """
-    if call.request.content is None:
-        raise Unparsable(Reason.OVER_CAP, f"request of {call.request.size_bytes} bytes")
-    read = _read_rest if call.is_rest else _read_grpc
-    try:
-        model, version, features = read(call, call.request.content, specs)
-    except payload.Malformed as error:
-        model, spec = call.routed_model, specs.get(call.routed_model)
-        if call.status == 0 or spec is None:
-            raise Unparsable(Reason.BODY, str(error)) from None
-        version, features = 0, None
-    if model not in specs:
-        raise Unparsable(Reason.UNKNOWN_MODEL, repr(model[:50]))
-    spec = specs[model]
-    try:
-        columns = None if features is None else features()
-    except payload.Malformed as error:
-        if call.status == 0:
-            raise Unparsable(Reason.FEATURES, str(error)) from None
+
+    def __init__(self, specs: Mapping[str, ModelSpec], secret: bytes) -> None:
+        self._specs = specs
+        self._secret = secret
+        self._models: dict[str, _Columns] = {}
+
+    def add(self, call: Call) -> None:
+        """Takes one call: a row per example.
+
+        A call that failed and whose features can't be read is one row without features: its failure
+        counts all the same.
+
+        Raises:
+            Unparsable: with the reason; nothing of the call was taken.
+        """
+        if call.request is None:
+            raise Unparsable(Reason.OVER_CAP, f"request of {call.request_bytes} bytes")
+        model, version, found = call.routed_model, 0, None
+        try:
+            if call.is_rest:
+                model, version, found = _read_rest(call, call.request)
+            else:
+                model, found = _read_grpc(call, call.request)
+        except payload.Malformed as error:
+            if call.status == 0 or model not in self._specs:
+                raise Unparsable(Reason.BODY, str(error)) from None
+        table = self._table(model)
+        spec = table.spec
         columns = None
-    if columns is None:
-        count, columns = 1, {name: [None] for name in spec.data.features}
-    else:
-        count = len(next(iter(columns.values())))
-    scores: Sequence[float | None] = [None] * count
-    if call.status == 0:
-        version, scores = _answer(call, spec, count, version)
-    shared = {
-        "request_id": call.request_id,
-        "key_hash": hash_key(secret, call.routing_key),
-        "time": call.time,
-        "latency_ms": call.latency_ms,
-        "arm": call.arm,
-        "assigned": call.assigned,
+        try:
+            if found is not None and call.is_rest:
+                columns = payload.rest_columns(found, spec.data.features)
+            elif found is not None:
+                columns = payload.grpc_columns(found, table.readers)
+        except payload.Malformed as error:
+            if call.status == 0:
+                raise Unparsable(Reason.FEATURES, str(error)) from None
+        if columns and call.status != 0 and len(columns[0]) > MAX_FAILED_ROWS:
+            columns = None
+        count = len(columns[0]) if columns else 1
+        if columns is None:
+            columns = [[None]] * len(spec.data.features)
+        scores: Sequence[float | None] = [None] * count
+        if call.status == 0:
+            version, scores = _answer(call, spec, count, version)
         # Split by another model's salt is not split by this one's.
-        "route": "default" if call.route == "split" and call.routed_model != model else call.route,
-        "version": version,
-        "status": call.status,
-    }
-    masked = {
-        f"feature_{name}": _mask(feature, columns[name], secret)
-        for name, feature in spec.data.features.items()
-    }
-    return model, [
-        {
-            **shared,
-            "row": index,
-            **{name: values[index] for name, values in masked.items()},
-            "score": scores[index],
-        }
-        for index in range(count)
-    ]
+        route = "default" if call.route == "split" and call.routed_model != model else call.route
+        table.append(call, route, version, columns, scores)
+
+    def _table(self, model: str) -> _Columns:
+        if model not in self._models:
+            if model not in self._specs:
+                raise Unparsable(Reason.UNKNOWN_MODEL, repr(model[:50]))
+            self._models[model] = _Columns(self._specs[model])
+        return self._models[model]
+
+    def counts(self) -> Counter[tuple[str, str, str]]:
+        """How many rows of each (model, arm, route)."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for model, columns in self._models.items():
+            for arm, route, rows in zip(
+                columns.shared["arm"], columns.shared["route"], columns.counts, strict=True
+            ):
+                counts[model, arm, route] += rows
+        return counts
+
+    def newest_us(self) -> int | None:
+        """Time of the newest call."""
+        times = [time for columns in self._models.values() for time in columns.shared["time"]]
+        return max(times, default=None)
+
+    def tables(self) -> Iterator[tuple[str, datetime, pa.Table]]:
+        """(model, start of the hour, its rows by `records.prediction_schema`)."""
+        for model, columns in self._models.items():
+            if not columns.counts:
+                continue
+            table = columns.table(self._secret)
+            hours = np.repeat(np.array(columns.shared["time"]) // _HOUR_US, columns.counts)
+            for hour in np.unique(hours):
+                start = datetime.fromtimestamp(int(hour) * 3600, UTC)
+                yield model, start, table.filter(pa.array(hours == hour))
 
 
-_Features = Callable[[], dict[str, list[Any]]]
+class _Columns:
+    """One model's rows: per call what its rows share, per row its features and its score.
+
+    Lists of plain values only: an object per call would keep the garbage collector busy.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        features = spec.data.features
+        self.readers = {name: payload.tensor_reader(one.type) for name, one in features.items()}
+        self.shared: dict[str, list[Any]] = {name: [] for name in _SHARED}
+        self.counts: list[int] = []
+        self._lists = tuple(self.shared.values())
+        self._features: list[list[Any]] = [[] for _ in features]
+        self._scores: list[float | None] = []
+
+    def append(
+        self,
+        call: Call,
+        route: str,
+        version: int,
+        columns: list[list[Any]],
+        scores: Sequence[float | None],
+    ) -> None:
+        times, arms, routes, ids, keys, latencies, assigned, versions, statuses = self._lists
+        times.append(call.time_us)
+        arms.append(call.arm)
+        routes.append(route)
+        ids.append(call.request_id)
+        keys.append(call.routing_key)
+        latencies.append(call.latency_ms)
+        assigned.append(call.assigned)
+        versions.append(version)
+        statuses.append(call.status)
+        self.counts.append(len(scores))
+        for column, values in zip(self._features, columns, strict=True):
+            column.extend(values)
+        self._scores.extend(scores)
+
+    def table(self, secret: bytes) -> pa.Table:
+        schema = prediction_schema(self.spec)
+        shared = {**self.shared, "key_hash": hashed_column(secret, self.shared["key_hash"])}
+        columns = {name: pa.array(v, schema.field(name).type) for name, v in shared.items()}
+        counts = np.array(self.counts)
+        starts = np.repeat(np.cumsum(counts) - counts, counts)
+        if len(starts) > len(counts):
+            of_call = pa.array(np.repeat(np.arange(len(counts)), counts))
+            columns = {name: column.take(of_call) for name, column in columns.items()}
+        columns["row"] = pa.array(np.arange(len(starts)) - starts, pa.int32())
+        columns["score"] = pa.array(self._scores, pa.float64())
+        for (name, feature), values in zip(
+            self.spec.data.features.items(), self._features, strict=True
+        ):
+            columns[f"feature_{name}"] = masked_column(feature, values, secret)
+        return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
-def _read_grpc(
-    call: Call, content: bytes, specs: Mapping[str, ModelSpec]
-) -> tuple[str, int, _Features]:
-    request = pb.PredictRequest()
-    _parse(request, _message(content, call.request_encoding))
-    model = request.model_spec.name
+_SHARED = (
+    "time",
+    "arm",
+    "route",
+    "request_id",
+    "key_hash",
+    "latency_ms",
+    "assigned",
+    "version",
+    "status",
+)
 
-    def features() -> dict[str, list[Any]]:
-        wanted = specs[model].data.features
-        return payload.grpc_columns(request.inputs, wanted)
 
-    return model, 0, features
+def _read_grpc(call: Call, content: bytes) -> tuple[str, Mapping[str, bytes]]:
+    request = _parse(pb.RawPredictRequest, _message(content, call.request_encoding))
+    return request.model_spec.name, request.inputs
 
 
-def _read_rest(
-    call: Call, content: bytes, specs: Mapping[str, ModelSpec]
-) -> tuple[str, int, _Features]:
+def _read_rest(call: Call, content: bytes) -> tuple[str, int, Any]:
     match = _REST_PATH.match(call.path)
     if match is None:
         raise payload.Malformed("the path names no model")
-    model, version = match[1], int(match[2] or 0)
     request = payload.read_json(_unzip(content, call.request_encoding))
-
-    def features() -> dict[str, list[Any]]:
-        return payload.rest_columns(request, specs[model].data.features)
-
-    return model, version, features
+    return match[1], int(match[2] or 0), request
 
 
 def _answer(call: Call, spec: ModelSpec, count: int, version: int) -> tuple[int, list[float]]:
     """The served version and the `count` scores of an answered call."""
-    if call.reply.content is None:
-        raise Unparsable(Reason.OVER_CAP, f"reply of {call.reply.size_bytes} bytes")
+    if call.reply is None:
+        raise Unparsable(Reason.OVER_CAP, f"reply of {call.reply_bytes} bytes")
     output = spec.data.output
     try:
         if call.is_rest:
-            reply: Any = payload.read_json(_unzip(call.reply.content, call.reply_encoding))
+            reply: Any = payload.read_json(_unzip(call.reply, call.reply_encoding))
         else:
-            reply = pb.PredictResponse()
-            _parse(reply, _message(call.reply.content, call.reply_encoding))
+            reply = _parse(pb.RawPredictResponse, _message(call.reply, call.reply_encoding))
             version = reply.model_spec.version.value
     except payload.Malformed as error:
         raise Unparsable(Reason.BODY, str(error)) from None
     try:
         if call.is_rest:
-            return version, payload.rest_scores(reply, output, count)
+            scores = payload.rest_scores(reply, output, count)
+            return version or call.declared_version, scores
         return version, payload.grpc_scores(reply.outputs, output, count)
     except payload.Malformed as error:
         raise Unparsable(Reason.SCORE, str(error)) from None
 
 
-def _mask(feature: Feature, values: list[Any], secret: bytes) -> list[Any]:
-    if feature.sensitive == "drop":
-        return [None] * len(values)
-    if feature.sensitive == "hash":
-        return [None if value is None else hash_key(secret, str(value)) for value in values]
-    return values
+def _status(http: int, grpc: int | None, is_rest: bool) -> int:
+    if grpc is not None:
+        return grpc if 0 <= grpc <= _MAX_STATUS else _UNKNOWN
+    if http == 0 or (http == 200 and not is_rest):
+        return CLIENT_LEFT
+    if http == 200:
+        return 0
+    return _GRPC_OF_HTTP.get(http, 13 if http >= 500 else _UNKNOWN)
 
 
-def _micros(text: str) -> int:
-    seconds, fraction = text.split(".")
-    return int(seconds) * 1_000_000 + int(fraction)
+def _declared(versions: bytes, arm: bytes) -> int:
+    """The answering arm's version, of `stable:canary`."""
+    if versions == _ABSENT or arm not in _ARMS:
+        return 0
+    return int(versions.split(b":")[_ARMS.index(arm)])
 
 
-def _body(size_bytes: int, encoded: bytes) -> Body:
+def _text(field: bytes) -> str:
+    return "" if field == _ABSENT else field.decode("utf-8", "replace")
+
+
+# For what the router writes: few words, again and again.
+_word = lru_cache(maxsize=1024)(_text)
+
+
+def _body(size_bytes: int, encoded: bytes) -> bytes | None:
+    """None for a body over the cap."""
     if size_bytes < 0:
         raise Unparsable(Reason.BODY, "negative size")
     if not encoded:
-        return Body(size_bytes, None if size_bytes else b"")
+        return None if size_bytes else b""
     try:
-        content = base64.b64decode(encoded, validate=True)
+        content = binascii.a2b_base64(encoded, strict_mode=True)
     except binascii.Error as error:
         raise Unparsable(Reason.BODY, str(error)) from None
     if len(content) != size_bytes:
         raise Unparsable(Reason.BODY, f"{len(content)} bytes where {size_bytes} were counted")
-    return Body(size_bytes, content)
+    return content
 
 
-def _message(frame: bytes, encoding: str) -> bytes:
+def _message(frame: bytes, encoding: bytes) -> bytes:
     """The one message of a unary call: flag (1 byte), length (4), message; flag 1: compressed."""
-    if len(frame) < 5 or frame[0] > 1 or int.from_bytes(frame[1:5], "big") != len(frame) - 5:
+    flag, size = _FRAME.unpack_from(frame) if len(frame) >= 5 else (2, 0)
+    if flag > 1 or size != len(frame) - 5:
         raise payload.Malformed("not one whole gRPC frame")
-    return _unzip(frame[5:], encoding if frame[0] else "")
+    return _unzip(frame[5:], encoding) if flag else frame[5:]
 
 
-def _unzip(content: bytes, encoding: str) -> bytes:
-    if encoding in ("", "identity"):
+def _unzip(content: bytes, encoding: bytes) -> bytes:
+    if encoding in (_ABSENT, b"identity"):
         return content
-    if encoding not in ("gzip", "deflate"):
+    if encoding not in (b"gzip", b"deflate"):
         raise payload.Malformed(f"encoding {encoding[:20]!r}")
     unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
     try:
@@ -336,8 +445,8 @@ def _unzip(content: bytes, encoding: str) -> bytes:
     return unpacked
 
 
-def _parse(message: Any, content: bytes) -> None:
+def _parse(kind: Any, content: bytes) -> Any:
     try:
-        message.ParseFromString(content)
+        return kind.FromString(content)
     except DecodeError as error:
         raise payload.Malformed(str(error)) from None

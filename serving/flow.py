@@ -40,7 +40,7 @@ class ReleaseFlow:
         self.settings = settings
         self.spec = spec
         self.ledger = ledger
-        self.serving = Serving(settings, ledger)
+        self.serving = Serving(settings, ledger, spec)
         self.store = Store(settings.store)
 
     def steps(self) -> dict[State, Step]:
@@ -67,7 +67,7 @@ class ReleaseFlow:
         return HOLD
 
     def load_canary(self, episode: Episode) -> Outcome:
-        """The canary pool loads the candidate; the router sends it nothing yet."""
+        """The canary pool loads the candidate; the router sends it copies, no call of a user."""
         if moved := self._superseded(episode):
             return moved
         self.serving.reconcile(episode.model)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import fcntl
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perennial.ledger import Champion, Episode, Ledger
 from perennial.settings import Settings
+from perennial.spec import ModelSpec, load_spec
 from perennial.states import State
 from perennial.store import Store
+from serving.router.envoy import admin_url
 from serving.router.routes import (
     ModelRouting,
     read_routes,
@@ -45,6 +47,7 @@ class Desired:
         stable_label: the version that the label `stable` names, or None.
         share: the canary's share of the traffic, 0 to 1.
         salt: of the sticky hash; one per episode, so that each has new users.
+        is_shadowed: whether calls are mirrored to the canary.
     """
 
     stable: tuple[int, ...]
@@ -52,6 +55,7 @@ class Desired:
     stable_label: int | None
     share: float
     salt: str
+    is_shadowed: bool = False
 
 
 def desired(champion: Champion | None, episode: Episode | None) -> Desired:
@@ -80,14 +84,24 @@ def desired(champion: Champion | None, episode: Episode | None) -> Desired:
         champion.version if champion else None,
         share if canary else 0.0,
         salt,
+        is_shadowed=bool(canary) and episode is not None and episode.state is State.SHADOWING,
     )
 
 
-class Serving:
-    """Makes the pools and the router what the ledger says."""
+def _only(versions: tuple[int, ...]) -> int:
+    return versions[0] if len(versions) == 1 else 0
 
-    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+
+class Serving:
+    """Makes the pools and the router what the ledger says.
+
+    Args:
+        spec: of the model that will be reconciled; None: read from its folder when it is needed.
+    """
+
+    def __init__(self, settings: Settings, ledger: Ledger, spec: ModelSpec | None = None) -> None:
         self.settings = settings
+        self._spec = spec
         self.ledger = ledger
         self.store = Store(settings.store)
         self._stable = Actuator(stable_pool(settings))
@@ -100,20 +114,36 @@ class Serving:
         """Makes serving what the ledger says; returns what that is.
 
         A share is lowered before a pool changes and raised after, so that no request is sent to a
-        version that is not loaded.
+        version that is not loaded. Calls are mirrored once the canary is loaded. While a pool
+        changes, the routes name no version.
 
         Raises:
             Retryable: `pool.unreachable`, `pool.not_available`, `router.unreachable`.
             Permanent: `pool.load_failed`, with the server's own message.
         """
         want = self.desired(model)
-        if self.share(model) > want.share or not want.canary:
-            self._route(model, 0.0 if not want.canary else want.share, want.salt)
+        share = want.share if want.canary else 0.0
+        declared = read_routes(routes_path(self.settings)).models.get(model)
+        if (
+            declared is None
+            or declared.share > share
+            or (declared.shadow_percent and not want.canary)
+        ):
+            self._route(model, ModelRouting(share, want.salt))
         stable_label = want.stable_label or max(want.stable, default=0)
         self._apply(self._stable, model, want.stable, stable_label, deadline_s)
         self._apply(self._canary, model, want.canary, max(want.canary, default=0), deadline_s)
-        self._route(model, want.share, want.salt)
+        self._route(model, self._routing(model, want))
         return want
+
+    def _routing(self, model: str, want: Desired) -> ModelRouting:
+        percent = 0
+        if want.is_shadowed:
+            spec = self._spec
+            if spec is None or spec.name != model:
+                spec = load_spec(self.settings.models_dir / model, self.settings.profile)
+            percent = spec.release.shadow_percent
+        return ModelRouting(want.share, want.salt, percent, _only(want.stable), _only(want.canary))
 
     def _apply(
         self,
@@ -132,11 +162,14 @@ class Serving:
             served.is_exactly(wanted) for served in pool.served(model)
         ):
             return
+        declared = read_routes(routes_path(self.settings)).models.get(model)
+        if declared is not None:
+            self._route(model, replace(declared, stable_version=0, canary_version=0))
         pool.apply(model, wanted, deadline_s=deadline_s)
 
     def cut_canary(self, model: str) -> None:
         """Takes the canary's share to 0 at once, before anything else is done."""
-        self._route(model, 0.0, IDLE_SALT)
+        self._route(model, ModelRouting(0.0, IDLE_SALT))
 
     def share(self, model: str) -> float:
         """The canary's share as the routes on disk say."""
@@ -148,17 +181,19 @@ class Serving:
 
         For the start of a stack, before a router runs: nothing is waited for.
         """
-        routing = {}
-        for model in models:
-            want = self.desired(model)
-            routing[model] = ModelRouting(want.share, want.salt)
+        routing = {
+            # What the pools serve is not known before the first reconciliation.
+            model: replace(
+                self._routing(model, self.desired(model)), stable_version=0, canary_version=0
+            )
+            for model in models
+        }
         write_routes(
             routes_path(self.settings), routing, capture_percent=self.settings.capture_percent
         )
 
-    def _route(self, model: str, share: float, salt: str) -> None:
+    def _route(self, model: str, routing: ModelRouting) -> None:
         path = routes_path(self.settings)
-        routing = ModelRouting(share, salt)
         # Several models' releases share one file; a lost update would undo another's share.
         with path.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -169,8 +204,13 @@ class Serving:
                 path, {**declared, model: routing}, capture_percent=self.settings.capture_percent
             )
         wait_applied(self.admin_url, version, deadline_s=ROUTE_DEADLINE_S)
-        log.info("model %s: canary share %.4g", model, share)
+        log.info(
+            "model %s: canary share %.4g, %d %% mirrored",
+            model,
+            routing.share,
+            routing.shadow_percent,
+        )
 
     @property
     def admin_url(self) -> str:
-        return f"http://{self.settings.bind}:{self.settings.router_admin_port}"
+        return admin_url(self.settings)

@@ -2,14 +2,16 @@
 
     python -m serving.recorder
 
-Takes lines from the spool in batches of about a second, at most 10,000 lines, and writes Parquet
-under `Store.predictions(model)/date=/hour=/`, by the time of the request. A batch is on disk (file
-and folder synced, renamed) before its offset is saved; its files are named after where it starts in
-the spool, so that a batch that is taken again replaces itself. SIGTERM drains and exits with 0.
+Takes lines from the spool in batches of at most 10,000, once a second while traffic is low, every
+five seconds or when a batch is full while it is high, and writes Parquet under
+`Store.predictions(model)/date=/hour=/`, by the time of the request. A batch is on disk (file and
+folder synced, renamed) before its offset is saved; its files are named after where it starts in the
+spool, so that a batch that is taken again replaces itself. SIGTERM drains and exits with 0.
 
 A line that gives no row is counted by reason and kept in the spool folder (bounded, unmasked, so
-never on lasting disk). When the backlog, Envoy's own buffer or the disk pass their limits, capture
-is suspended through Envoy's admin interface and the suspended time is counted.
+never on lasting disk). A disk that takes nothing is tried again each turn. When the backlog, the
+router's own buffer or the disk pass their limits, capture is suspended through Envoy's admin
+interface and the suspended time is counted.
 """
 
 from __future__ import annotations
@@ -20,32 +22,30 @@ import shutil
 import sys
 import threading
 import time
-from collections import Counter as Counting
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx
-import pyarrow as pa
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from perennial.records import prediction_schema
 from perennial.service import run_service
 from perennial.settings import Settings
 from perennial.spec import ModelSpec, load_specs
 from perennial.store import Store
-from serving.capture import Call, Reason, Unparsable, parse_line, rows
+from serving.capture import Reason, Rows, Unparsable, parse_line
 from serving.parquet import write_parquet
 from serving.router.envoy import admin_url, capture_log, set_capture_percent
 from serving.sequence import SequenceGaps
-from serving.spool import Batch, Spool, exclusive
+from serving.spool import MAX_BATCH_BYTES, MAX_BATCH_LINES, Batch, Spool, exclusive
 
 logger = logging.getLogger(__name__)
 
-BATCH_S: Final = 1.0
+TURN_S: Final = 1.0
+MAX_GATHER_TURNS: Final = 5
+QUIET_LINES: Final = 100
+"""Fewer lines in a turn are written at once: few rows are soon seen, many make few files."""
 _UNPARSABLE_BYTES: Final = 16 << 20
 
 
@@ -65,6 +65,17 @@ class Metrics:
         )
         self.suspended_s = Counter(
             f"{prefix}_suspended_seconds", "How long capture was suspended.", registry=registry
+        )
+        self.failures = Counter(
+            f"{prefix}_write_failures",
+            "Turns in which the log's disk took nothing; what waits stays in the spool.",
+            registry=registry,
+        )
+        self.dropped = Gauge(
+            f"{prefix}_router_write_failures",
+            "Writes into the spool that failed in the router since it started: lines that never "
+            "came.",
+            registry=registry,
         )
         self.backlog_bytes = Gauge(
             f"{prefix}_backlog_bytes", "Spool that is not in the log yet.", registry=registry
@@ -89,7 +100,6 @@ class Writer:
     ) -> None:
         self._store = store
         self._specs = specs
-        self._schemas = {name: prediction_schema(spec) for name, spec in specs.items()}
         self._secret = secret
         self._metrics = metrics
         self._rejects = rejects
@@ -97,34 +107,26 @@ class Writer:
 
     def write(self, batch: Batch) -> None:
         """Writes the batch's rows. When it returns, they are on disk."""
-        partitions: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
-        counts: Counting[tuple[str, str, str]] = Counting()
+        rows = Rows(self._specs, self._secret)
         rejected: list[tuple[Reason, bytes]] = [(Reason.LINE, b"")] * batch.torn
-        newest: datetime | None = None
+        lost = 0
         for line in batch.lines:
             try:
                 call = parse_line(line)
-                self._follow(call)
-                model, found = rows(call, self._specs, self._secret)
+                lost += self._gaps.see(call.worker, call.sequence)
+                rows.add(call)
             except Unparsable as error:
                 logger.debug("line in %s: %s", batch.id, error)
                 rejected.append((error.reason, line))
-                continue
-            partitions[model, int(call.time.timestamp()) // 3600] += found
-            counts[model, call.arm, found[0]["route"]] += len(found)
-            newest = max(newest or call.time, call.time)
-        for (model, hour), found in partitions.items():
-            table = pa.Table.from_pylist(found, schema=self._schemas[model])
-            folder = f"{datetime.fromtimestamp(hour * 3600, UTC):date=%Y-%m-%d/hour=%H}"
-            write_parquet(table, self._store.predictions(model) / folder / f"{batch.id}.parquet")
-        for labels, count in counts.items():
+        for model, hour, table in rows.tables():
+            folder = self._store.predictions(model) / f"{hour:date=%Y-%m-%d/hour=%H}"
+            write_parquet(table, folder / f"{batch.id}.parquet")
+        for labels, count in rows.counts().items():
             self._metrics.records.labels(*labels).inc(count)
+        self._metrics.lost.inc(lost)
         self._keep(rejected)
-        if newest is not None:
-            self._metrics.lag_s.set(max(0.0, time.time() - newest.timestamp()))
-
-    def _follow(self, call: Call) -> None:
-        self._metrics.lost.inc(self._gaps.see(call.worker, call.sequence))
+        if (newest_us := rows.newest_us()) is not None:
+            self._metrics.lag_s.set(max(0.0, time.time() - newest_us / 1e6))
 
     def _keep(self, rejected: list[tuple[Reason, bytes]]) -> None:
         for reason, _ in rejected:
@@ -138,13 +140,24 @@ class Writer:
             file.writelines(b"%s\t%s\n" % (reason.encode(), line) for reason, line in rejected)
 
 
+def gather_turns(lines: int, turns: int) -> int:
+    """How many turns to gather the next batch for, when the last `turns` brought `lines`.
+
+    One while traffic is low; else until a batch is full, at most `MAX_GATHER_TURNS`.
+    """
+    per_turn = lines / turns
+    if per_turn < QUIET_LINES:
+        return 1
+    return max(1, min(MAX_GATHER_TURNS, round(MAX_BATCH_LINES / per_turn)))
+
+
 @dataclass
 class Guard:
     """Suspends capture before it fills memory or disk, and resumes it.
 
     Args:
         client: of the router's admin interface.
-        folders: whose disks must keep `min_free_bytes`.
+        folders: whose disks must keep `min_free_bytes`, or `min_free_share` of a small one.
         percent: of the calls to capture while nothing is wrong.
     """
 
@@ -155,6 +168,7 @@ class Guard:
     max_backlog_bytes: int = 256 << 20
     max_buffered_bytes: int = 64 << 20
     min_free_bytes: int = 512 << 20
+    min_free_share: float = 0.1
     _applied: int | None = None
     _last: float = 0.0
 
@@ -177,21 +191,25 @@ class Guard:
     def _reason(self, backlog_bytes: int) -> str | None:
         if backlog_bytes > self.max_backlog_bytes:
             return f"backlog of {backlog_bytes} bytes"
-        if (buffered := self._buffered_bytes()) > self.max_buffered_bytes:
+        stats = self._stats()
+        self.metrics.dropped.set(stats.get("write_failed", 0))
+        if (buffered := stats.get("write_total_buffered", 0)) > self.max_buffered_bytes:
             return f"the router holds {buffered} bytes: its disk hangs"
         for folder in self.folders:
-            if (free := shutil.disk_usage(folder).free) < self.min_free_bytes:
-                return f"{free} bytes free on the disk of {folder}"
+            usage = shutil.disk_usage(folder)
+            if usage.free < min(self.min_free_bytes, usage.total * self.min_free_share):
+                return f"{usage.free} bytes free on the disk of {folder}"
         return None
 
-    def _buffered_bytes(self) -> int:
+    def _stats(self) -> dict[str, int]:
+        """The router's `filesystem.*`; none when it is away, and then it buffers nothing."""
         try:
-            reply = self.client.get("/stats", params={"filter": "^filesystem.write_total_buffered"})
-            reply.raise_for_status()
-            return int(reply.text.rpartition(":")[2] or 0)
+            reply = self.client.get("/stats", params={"filter": "^filesystem.write_"})
+            lines = reply.raise_for_status().text.splitlines()
+            pairs = [line.removeprefix("filesystem.").split(": ") for line in lines]
+            return {name: int(value) for name, value in pairs}
         except (httpx.HTTPError, ValueError):
-            # A router that is away buffers nothing.
-            return 0
+            return {}
 
     def _set(self, percent: int, reason: str) -> None:
         try:
@@ -231,12 +249,19 @@ def run(settings: Settings, stop: threading.Event) -> None:
         )
         logger.info("recording %s into %s", active, store.root)
         try:
+            gathered, gather = 0, 1
             while True:
-                last = stop.wait(BATCH_S)
-                for batch in spool.batches():
-                    writer.write(batch)
-                    spool.commit(batch)
-                metrics.unparsable.labels(Reason.LINE).inc(spool.rotate())
+                last = stop.wait(TURN_S)
+                gathered += 1
+                try:
+                    if last or gathered >= gather or spool.backlog_bytes() >= MAX_BATCH_BYTES:
+                        gather = gather_turns(_take(spool, writer), gathered)
+                        gathered = 0
+                    metrics.unparsable.labels(Reason.LINE).inc(spool.rotate())
+                except OSError as error:
+                    # A full disk, most likely. Nothing is lost: it is all taken again.
+                    metrics.failures.inc()
+                    logger.warning("nothing was recorded: %s", error)
                 backlog = spool.backlog_bytes()
                 metrics.backlog_bytes.set(backlog)
                 guard.check(backlog)
@@ -246,6 +271,16 @@ def run(settings: Settings, stop: threading.Event) -> None:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def _take(spool: Spool, writer: Writer) -> int:
+    """Writes all that is there; returns how many lines it was."""
+    lines = 0
+    for batch in spool.batches():
+        writer.write(batch)
+        spool.commit(batch)
+        lines += len(batch.lines)
+    return lines
 
 
 def _reopen(client: httpx.Client) -> None:

@@ -17,13 +17,16 @@ class SequenceGaps:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._highest: dict[str, int] = {}
-        self._holes: dict[tuple[str, int], float] = {}
+        self._highest: dict[bytes, int] = {}
+        self._holes: dict[tuple[bytes, int], float] = {}
 
-    def see(self, worker: str, number: int) -> int:
+    def see(self, worker: bytes, number: int) -> int:
         """Takes one line's number; returns how many lines are given up as lost by now."""
-        now = self._clock()
         highest = self._highest.get(worker)
+        if not self._holes and highest is not None and number == highest + 1:
+            self._highest[worker] = number
+            return 0
+        now = self._clock()
         if highest is None:
             if len(self._highest) >= _MAX_WORKERS:
                 self._highest.pop(next(iter(self._highest)))

@@ -94,9 +94,12 @@ class Spool:
                     yield batch
 
     def commit(self, batch: Batch) -> None:
-        """Says that everything of `batch` is on disk."""
-        self._offsets[batch.file] = batch.end
-        self._save()
+        """Says that everything of `batch` is on disk.
+
+        When the offset can't be saved (OSError), the batch counts as not taken: else what follows
+        it would be written under names that the next run does not replace.
+        """
+        self._save({**self._offsets, batch.file: batch.end})
 
     def backlog_bytes(self) -> int:
         """Bytes that are not committed yet."""
@@ -130,8 +133,8 @@ class Spool:
                 drained = b"\n" not in file.read(MAX_LINE_BYTES)
             if drained and time.time() - max(stat.st_mtime, stat.st_ctime) > _SETTLE_S:
                 path.unlink()
-                if self._offsets.pop(name, None) is not None:
-                    self._save()
+                if name in self._offsets:
+                    self._save({k: v for k, v in self._offsets.items() if k != name})
                 torn += left > 0
         return torn
 
@@ -142,8 +145,9 @@ class Spool:
     def _renamed(self) -> list[Path]:
         return sorted(self.active.parent.glob("capture.*.log"))
 
-    def _save(self) -> None:
-        write_atomic(self.state, json.dumps(self._offsets).encode())
+    def _save(self, offsets: dict[str, int]) -> None:
+        write_atomic(self.state, json.dumps(offsets).encode())
+        self._offsets = offsets
 
 
 @contextmanager

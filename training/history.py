@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from perennial.errors import Permanent
-from perennial.records import LABEL_SCHEMA, TIME, hash_key, prediction_schema
+from perennial.records import LABEL_SCHEMA, TIME, hash_key, masked_column, prediction_schema
 from perennial.spec import ModelSpec
 from perennial.store import Store
 
@@ -83,11 +83,9 @@ def import_history(
         "score": constant(None, pa.float64()),
     }
     for name, feature in data.features.items():
-        if feature.sensitive == "drop":
-            columns[f"feature_{name}"] = constant(None, pa.string())
-        elif feature.sensitive == "hash":
-            texts = table[name].cast(pa.string()).to_pylist()
-            columns[f"feature_{name}"] = pa.array([hash_key(secret, t or "") for t in texts])
+        if feature.sensitive:
+            values = table[name].to_pylist()
+            columns[f"feature_{name}"] = masked_column(feature, values, secret)
         else:
             columns[f"feature_{name}"] = table[name]
     schema = prediction_schema(spec)

@@ -129,9 +129,9 @@ class Stack:
         return {
             "Airflow": f"http://{host}:{settings.airflow_port}",
             "Prometheus": f"http://{host}:{settings.prometheus_port}",
-            "Predictions (gRPC and REST)": f"{host}:{settings.router_port}",
+            "Predictions (gRPC and REST)": f"{settings.router_bind or host}:{settings.router_port}",
             "Labels (gRPC)": f"{host}:{settings.labels_port}",
-            "Envoy admin": f"http://{host}:{settings.router_admin_port}",
+            "Envoy admin": f"http://{settings.router_admin_host}:{settings.router_admin_port}",
         }
 
     def _say(self, name: str) -> None:
@@ -178,7 +178,7 @@ class Stack:
         )
 
     def _serving(self) -> list[Program]:
-        from serving.router.envoy import command as envoy_command
+        from serving.router.envoy import admin_url
 
         settings = self.settings
         host = settings.bind
@@ -187,9 +187,9 @@ class Stack:
             *self._pool("canary"),
             Program(
                 name="envoy",
-                command=envoy_command(settings),
+                command=[sys.executable, "-m", "serving.router"],
                 environment=self._environment(),
-                ready=url_answers(f"http://{host}:{settings.router_admin_port}/ready"),
+                ready=url_answers(f"{admin_url(settings)}/ready"),
                 stop_rank=6,
             ),
             self._module(

@@ -98,6 +98,36 @@ class PredictResponse(_message.Message):
     outputs: _containers.MessageMap[str, TensorProto]
     def __init__(self, model_spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., outputs: _Optional[_Mapping[str, TensorProto]] = ...) -> None: ...
 
+class RawPredictRequest(_message.Message):
+    __slots__ = ("model_spec", "inputs")
+    class InputsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    MODEL_SPEC_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    model_spec: ModelSpec
+    inputs: _containers.ScalarMap[str, bytes]
+    def __init__(self, model_spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., inputs: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+
+class RawPredictResponse(_message.Message):
+    __slots__ = ("model_spec", "outputs")
+    class OutputsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    MODEL_SPEC_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    model_spec: ModelSpec
+    outputs: _containers.ScalarMap[str, bytes]
+    def __init__(self, model_spec: _Optional[_Union[ModelSpec, _Mapping]] = ..., outputs: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+
 class GetModelStatusRequest(_message.Message):
     __slots__ = ("model_spec",)
     MODEL_SPEC_FIELD_NUMBER: _ClassVar[int]

@@ -10,23 +10,47 @@ it from there. `LINE` is the format; `serving.capture` reads it.
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 
-from perennial.errors import NeedsHuman, Retryable
+from perennial.errors import NeedsHuman, Permanent, Retryable
 from perennial.settings import Settings
 from perennial.store import write_atomic
-from serving.router.routes import CAPTURE_KEY, ROUTE_CONFIG, routes_path, write_routes
+from serving.router import edge
+from serving.router.routes import (
+    CAPTURE_KEY,
+    ROUTE_CONFIG,
+    routes_path,
+    shadow_routes,
+    write_routes,
+)
 
 FLUSH_INTERVAL_MS: Final = 300
 """What a killed Envoy loses of the log, at most."""
 
-LINE_VERSION: Final = "1"
+GOODBYE_S: Final = 2
+"""A connection is closed a second after its client was told to go, so that no call is under way to
+a closed one; another second is for calls that are still being answered."""
+
+MAX_REQUESTS: Final = 4096
+"""In flight per pool and protocol; more are refused at once (UNAVAILABLE, 503)."""
+
+MAX_SHADOW_REQUESTS: Final = 64
+"""Copies in flight."""
+
+_MAX_SOCKET_PATH: Final = 107
+"""What the kernel takes."""
+
+LINE_VERSION: Final = "2"
 LINE: Final = "\t".join(
     [
         LINE_VERSION,
@@ -36,6 +60,7 @@ LINE: Final = "\t".join(
         "%UPSTREAM_CLUSTER%",
         "%ROUTE_NAME%",
         "%METADATA(ROUTE:perennial:model)%",
+        "%METADATA(ROUTE:perennial:versions)%",
         "%RESPONSE_CODE%",
         "%GRPC_STATUS_NUMBER%",
         "%RESPONSE_FLAGS%",
@@ -54,18 +79,18 @@ LINE: Final = "\t".join(
 _TYPE = "type.googleapis.com/envoy."
 
 
-def bootstrap(settings: Settings, *, max_request_bytes: int = 8 << 20) -> dict[str, Any]:
+def bootstrap(settings: Settings) -> dict[str, Any]:
     """Envoy's configuration, as JSON.
 
-    Args:
-        max_request_bytes: larger requests are refused (gRPC: UNKNOWN, REST: 413).
+    Raises:
+        Permanent: from `edge.filters`.
     """
     return {
         "node": {"id": "router", "cluster": "perennial"},
-        "admin": {"address": _address(settings.bind, settings.router_admin_port)},
+        "admin": {"address": _address(settings.router_admin_host, settings.router_admin_port)},
         "layered_runtime": {"layers": [{"name": "admin", "admin_layer": {}}]},
         "static_resources": {
-            "listeners": [_listener(settings, max_request_bytes)],
+            "listeners": [_listener(settings), _shadow_listener(settings)],
             "clusters": [
                 _pool("stable", settings),
                 _pool("canary", settings),
@@ -73,6 +98,7 @@ def bootstrap(settings: Settings, *, max_request_bytes: int = 8 << 20) -> dict[s
                 _pool("canary", settings, rest=True),
                 _fallback(""),
                 _fallback("_rest"),
+                *_shadow_clusters(settings),
             ],
         },
     }
@@ -80,38 +106,109 @@ def bootstrap(settings: Settings, *, max_request_bytes: int = 8 << 20) -> dict[s
 
 def write_bootstrap(settings: Settings) -> Path:
     """Writes the bootstrap, makes the spool, and routes everything to stable if nothing is
-    declared yet. Returns the bootstrap's path."""
+    declared yet. Returns the bootstrap's path.
+
+    Raises:
+        Permanent: from `edge.check`; `router.socket_path`.
+    """
+    edge.check(settings)
+    if len(str(_shadow_socket(settings))) > _MAX_SOCKET_PATH:
+        raise Permanent(
+            "router.socket_path",
+            f"the path of the socket {_shadow_socket(settings)} is too long",
+            hint="set PERENNIAL_HOME to a folder with a shorter path",
+        )
     spool = settings.spool_dir
     spool.mkdir(parents=True, exist_ok=True, mode=0o700)
     spool.chmod(0o700)
     if not routes_path(settings).exists():
         write_routes(routes_path(settings), {}, capture_percent=settings.capture_percent)
     path = bootstrap_path(settings)
+    # The configuration holds keys.
+    path.parent.chmod(0o700)
+    edge.write_secrets(settings, path.parent)
     write_atomic(path, json.dumps(bootstrap(settings), indent=1).encode())
     return path
 
 
-def command(settings: Settings, *, drain_time_s: int = 10) -> list[str]:
+def command(settings: Settings, *, epoch: int = 0, drain_time_s: int | None = None) -> list[str]:
     """The command that runs Envoy on the written bootstrap; its process id stays the caller's.
+
+    Args:
+        epoch: 0 for a start; one more than the running Envoy's to take over from it (hot restart):
+            that one tells its clients to go, over `drain_time_s`, and ends `GOODBYE_S` after it.
 
     Raises:
         NeedsHuman: `router.missing`, when there is no Envoy.
     """
+    drain_s = settings.router_drain_s if drain_time_s is None else drain_time_s
     return [
         str(_binary()),
         "--config-path",
         str(bootstrap_path(settings)),
-        # Two stacks on one machine must not meet in shared memory.
-        "--use-dynamic-base-id",
+        "--base-id",
+        str(base_id(settings)),
+        "--restart-epoch",
+        str(epoch),
         "--concurrency",
         "1",
         "--file-flush-interval-msec",
         str(FLUSH_INTERVAL_MS),
         "--drain-time-s",
-        str(drain_time_s),
+        str(drain_s),
+        "--parent-shutdown-time-s",
+        str(drain_s + GOODBYE_S),
         "--log-level",
         "warning",
     ]
+
+
+def validate(settings: Settings) -> None:
+    """Lets Envoy judge the written bootstrap.
+
+    Raises:
+        Permanent: `router.refused`, with Envoy's own words.
+        NeedsHuman: `router.missing`.
+    """
+    path = bootstrap_path(settings)
+    done = subprocess.run(
+        [str(_binary()), "--mode", "validate", "--log-level", "error", "--config-path", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise Permanent("router.refused", f"Envoy refuses {path}: {said[-500:]}")
+
+
+def connections(settings: Settings) -> int:
+    """How many clients' connections are open.
+
+    Raises:
+        httpx.HTTPError: Envoy did not answer.
+    """
+    name = "http.router.downstream_cx_active"
+    url = f"{admin_url(settings)}/stats"
+    with httpx.Client(trust_env=False) as client:
+        reply = client.get(url, params={"filter": f"^{name}$"}).raise_for_status()
+    return int(reply.text.rpartition(":")[2] or 0)
+
+
+def base_id(settings: Settings) -> int:
+    """What two Envoys of one installation find each other by; another one has another."""
+    text = f"{os.getuid()} {settings.home.absolute()}"
+    return int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)
+
+
+def remove_shared_memory(settings: Settings) -> None:
+    """Removes what this installation's Envoy leaves in shared memory when it is killed.
+
+    Call it while none of them runs.
+    """
+    for kind in ("envoy_shared_memory", "envoy_stats_memory"):
+        # Envoy multiplies the base id by ten.
+        Path(f"/dev/shm/{kind}_{base_id(settings) * 10}").unlink(missing_ok=True)
 
 
 def bootstrap_path(settings: Settings) -> Path:
@@ -124,7 +221,7 @@ def capture_log(settings: Settings) -> Path:
 
 
 def admin_url(settings: Settings) -> str:
-    return f"http://{settings.reachable}:{settings.router_admin_port}"
+    return f"http://{settings.router_admin_host}:{settings.router_admin_port}"
 
 
 def set_capture_percent(client: httpx.Client, percent: int) -> None:
@@ -166,73 +263,87 @@ def _address(host: str, port: int) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": port}}
 
 
-def _listener(settings: Settings, max_request_bytes: int) -> dict[str, Any]:
+def _listener(settings: Settings) -> dict[str, Any]:
     rds = {
         "path_config_source": {"path": str(routes_path(settings))},
         "resource_api_version": "V3",
     }
-    filters = [
-        _typed(
-            "envoy.filters.http.body_size_limit",
-            "extensions.filters.http.body_size_limit.v3.BodySizeLimit",
-            max_request_bytes=max_request_bytes,
-        ),
-        _typed(
-            "envoy.filters.http.lua",
-            "extensions.filters.http.lua.v3.Lua",
-            default_source_code={"filename": str(Path(__file__).with_name("capture.lua"))},
-        ),
-        _typed("envoy.filters.http.router", "extensions.filters.http.router.v3.Router"),
-    ]
-    manager = _typed(
-        "envoy.filters.network.http_connection_manager",
-        "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        stat_prefix="router",
-        codec_type="AUTO",
-        always_set_request_id_in_response=True,
-        http2_protocol_options={"max_concurrent_streams": 1024, **_WINDOWS},
-        http_filters=filters,
-        access_log=[_stats_log(), _capture_log(capture_log(settings))],
-        rds={"route_config_name": ROUTE_CONFIG, "config_source": rds},
+    limit = _typed(
+        "envoy.filters.http.body_size_limit",
+        "extensions.filters.http.body_size_limit.v3.BodySizeLimit",
+        max_request_bytes=settings.router_max_bytes,
     )
+    manager = _manager(
+        "router",
+        [*edge.filters(settings), limit],
+        [_stats_log("perennial"), _capture_log(capture_log(settings))],
+        rds={"route_config_name": ROUTE_CONFIG, "config_source": rds},
+        early_header_mutation_extensions=edge.early_mutations(settings),
+        # The address is the connection's own, whatever a client says; its request id is kept, for
+        # labels come back by it.
+        use_remote_address=True,
+        preserve_external_request_id=True,
+    )
+    tls = edge.transport_socket(settings, bootstrap_path(settings).parent)
     return {
         "name": "router",
-        "address": _address(settings.bind, settings.router_port),
-        "filter_chains": [{"filters": [manager]}],
+        "address": _address(edge.listen_address(settings), settings.router_port),
+        "filter_chains": [{"filters": [manager], **tls}],
     }
 
 
-_LIMITS = {
-    "thresholds": [{"max_requests": 4096, "max_pending_requests": 4096, "max_retries": 1024}]
-}
+def _shadow_listener(settings: Settings) -> dict[str, Any]:
+    """Takes the copies and captures them like any call; a socket in the spool's folder."""
+    logs = [_stats_log("perennial_shadow"), _capture_log(capture_log(settings))]
+    return {
+        "name": "shadow",
+        "address": {"pipe": {"path": str(_shadow_socket(settings)), "mode": 0o600}},
+        "filter_chains": [
+            {"filters": [_manager("shadow", [], logs, route_config=shadow_routes())]}
+        ],
+    }
+
+
+def _shadow_socket(settings: Settings) -> Path:
+    return settings.spool_dir / "shadow.sock"
+
+
+def _manager(
+    name: str, filters: list[dict[str, Any]], logs: list[dict[str, Any]], **options: Any
+) -> dict[str, Any]:
+    """The HTTP connection manager: `filters`, then the capture, then the routes in `options`."""
+    lua = _typed(
+        "envoy.filters.http.lua",
+        "extensions.filters.http.lua.v3.Lua",
+        default_source_code={"filename": str(Path(__file__).with_name("capture.lua"))},
+    )
+    return _typed(
+        "envoy.filters.network.http_connection_manager",
+        "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        stat_prefix=name,
+        codec_type="AUTO",
+        always_set_request_id_in_response=True,
+        drain_timeout="1s",
+        http2_protocol_options={"max_concurrent_streams": 1024, **_WINDOWS},
+        http_filters=[
+            *filters,
+            lua,
+            _typed("envoy.filters.http.router", "extensions.filters.http.router.v3.Router"),
+        ],
+        access_log=logs,
+        **options,
+    )
+
+
 _WINDOWS = {"initial_stream_window_size": 4 << 20, "initial_connection_window_size": 32 << 20}
 
 
 def _pool(arm: str, settings: Settings, *, rest: bool = False) -> dict[str, Any]:
     name = f"{arm}_rest" if rest else arm
-    http: dict[str, Any] = {"http_protocol_options": {}}
     # REST has no health page of its own: whether the port is open has to do.
-    check: dict[str, Any] = {"tcp_health_check": {}}
-    if not rest:
-        http = {"http2_protocol_options": _WINDOWS}
-        check = {"grpc_health_check": {}}
-    endpoints = [
-        {
-            "endpoint": {"address": _address(r.host, r.rest_port if rest else r.port)},
-            "metadata": {"filter_metadata": {"perennial": {"arm": arm}}},
-        }
-        for r in settings.replicas(arm)
-    ]
-    protocol = "extensions.upstreams.http.v3.HttpProtocolOptions"
+    check: dict[str, Any] = {"tcp_health_check": {}} if rest else {"grpc_health_check": {}}
     return {
-        "name": name,
-        "type": "STRICT_DNS",
-        "connect_timeout": "1s",
-        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
-        "circuit_breakers": _LIMITS,
-        "typed_extension_protocol_options": {
-            f"envoy.{protocol}": {"@type": _TYPE + protocol, "explicit_http_config": http}
-        },
+        **_cluster(name, _addresses(settings, arm, rest), arm, rest),
         "health_checks": [
             {
                 "timeout": "1s",
@@ -247,7 +358,92 @@ def _pool(arm: str, settings: Settings, *, rest: bool = False) -> dict[str, Any]
         # With most of a pool unhealthy, Envoy uses all of it. Right for stable, which has nobody
         # behind it (a check may time out on a busy host); the canary has stable.
         "common_lb_config": {"healthy_panic_threshold": {"value": 0 if arm == "canary" else 50}},
+        **({"outlier_detection": _OUTLIERS} if arm == "canary" else {}),
     }
+
+
+_OUTLIERS = {
+    # A canary that fails again and again is left alone for a while. Its calls are answered by
+    # stable and stay the canary's failures: the log says `assigned` canary, `arm` stable.
+    "consecutive_5xx": 5,
+    "consecutive_gateway_failure": 5,
+    "interval": "1s",
+    "base_ejection_time": "5s",
+    "max_ejection_time": "30s",
+    "max_ejection_percent": 100,
+    "enforcing_consecutive_5xx": 100,
+    "enforcing_consecutive_gateway_failure": 100,
+    "enforcing_success_rate": 0,
+    "enforcing_failure_percentage": 0,
+}
+
+
+def _shadow_clusters(settings: Settings) -> list[dict[str, Any]]:
+    """The second listener, and the canary as it is reached from there.
+
+    What is in flight is bounded: copies over `MAX_SHADOW_REQUESTS` are dropped, live calls are not
+    held up.
+    """
+    listener = {"pipe": {"path": str(_shadow_socket(settings))}}
+    return [
+        _cluster(name + ("_rest" if rest else ""), addresses, "shadow", rest, MAX_SHADOW_REQUESTS)
+        for rest in (False, True)
+        for name, addresses in (
+            ("shadow", [listener]),
+            ("canary_shadow", _addresses(settings, "canary", rest)),
+        )
+    ]
+
+
+def _addresses(settings: Settings, pool: str, rest: bool) -> list[dict[str, Any]]:
+    return [
+        _address(replica.host, replica.rest_port if rest else replica.port)
+        for replica in settings.replicas(pool)
+    ]
+
+
+def _cluster(
+    name: str,
+    addresses: list[dict[str, Any]],
+    arm: str,
+    rest: bool,
+    max_requests: int = MAX_REQUESTS,
+) -> dict[str, Any]:
+    http = {"http_protocol_options": {}} if rest else {"http2_protocol_options": _WINDOWS}
+    endpoints = [
+        {
+            "endpoint": {"address": address},
+            "metadata": {"filter_metadata": {"perennial": {"arm": arm}}},
+        }
+        for address in addresses
+    ]
+    named = any(not _is_ip(address) for address in addresses)
+    protocol = "extensions.upstreams.http.v3.HttpProtocolOptions"
+    return {
+        "name": name,
+        "type": "STRICT_DNS" if named else "STATIC",
+        "connect_timeout": "1s",
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
+        "circuit_breakers": _limits(max_requests),
+        "typed_extension_protocol_options": {
+            f"envoy.{protocol}": {"@type": _TYPE + protocol, "explicit_http_config": http}
+        },
+    }
+
+
+def _is_ip(address: dict[str, Any]) -> bool:
+    if "pipe" in address:
+        return True
+    try:
+        ipaddress.ip_address(address["socket_address"]["address"])
+    except ValueError:
+        return False
+    return True
+
+
+def _limits(most: int) -> dict[str, Any]:
+    limits = dict.fromkeys(("max_connections", "max_requests", "max_pending_requests"), most)
+    return {"thresholds": [{**limits, "max_retries": 1024}]}
 
 
 def _fallback(suffix: str) -> dict[str, Any]:
@@ -257,7 +453,7 @@ def _fallback(suffix: str) -> dict[str, Any]:
         "name": f"canary_or_stable{suffix}",
         "connect_timeout": "1s",
         # Retries are counted here, and by default not more than three at a time are let through.
-        "circuit_breakers": _LIMITS,
+        "circuit_breakers": _limits(MAX_REQUESTS),
         "lb_policy": "CLUSTER_PROVIDED",
         "cluster_type": _typed(
             "envoy.clusters.composite",
@@ -267,7 +463,7 @@ def _fallback(suffix: str) -> dict[str, Any]:
     }
 
 
-def _stats_log() -> dict[str, Any]:
+def _stats_log(prefix: str) -> dict[str, Any]:
     """Per-arm series with the gRPC status, without a process of ours in between."""
     tags = [
         {"name": "model", "value_format": "%METADATA(ROUTE:perennial:model)%"},
@@ -282,7 +478,7 @@ def _stats_log() -> dict[str, Any]:
     return _typed(
         "stats",
         "extensions.access_loggers.stats.v3.Config",
-        stats_scope={"prefix": "perennial"},
+        stats_scope={"prefix": prefix},
         counters=[{"stat": {"name": "requests", "tags": tags + outcome}, "value_fixed": 1}],
         histograms=[
             {

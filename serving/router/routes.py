@@ -11,6 +11,9 @@ percentage in Envoy's runtime key `perennial.capture_percent`; the second does n
     split     by share; a canary that is away, dies, refuses or lacks the model: stable, once
     default   gRPC without a model's header while several models are declared: stable, no experiment
 
+While a model is shadowed, the captured `split` route also sends a copy of each call to the canary,
+through a second listener of the same Envoy, so that the answer is captured too (route `shadow`).
+
 gRPC hides the model's name in the body, so a call says `x-perennial-model: NAME`. While exactly one
 model is declared, its routes also take the calls without that header. REST says it in the path.
 """
@@ -21,7 +24,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +47,7 @@ _LUA = "envoy.filters.http.lua"
 _NO_CAPTURE = {
     _LUA: {"@type": f"{_TYPE}extensions.filters.http.lua.v3.LuaPerRoute", "disabled": True}
 }
+_COUNTS = ("shadow_percent", "stable_version", "canary_version")
 _ONCE: dict[str, Any] = {
     "num_retries": 1,
     "retry_back_off": {"base_interval": "0.005s"},
@@ -79,13 +83,20 @@ class ModelRouting:
     Args:
         share: of the calls that the canary gets, 0 to 1; with 0 it gets none.
         salt: of the hash, one per episode: letters, digits, `.`, `_`, `-`.
+        shadow_percent: of the calls that are copied to the canary as well, whoever answers; its
+            answer is recorded and given to nobody. Only captured calls are copied.
+        stable_version, canary_version: what a pool serves when it serves one version alone; 0 when
+            it holds several, or is changing. REST replies name no version: the log has this one.
 
     Raises:
-        Permanent: `router.share` or `router.salt`.
+        Permanent: `router.share`, `router.salt` or `router.shadow`.
     """
 
     share: float
     salt: str
+    shadow_percent: int = 0
+    stable_version: int = 0
+    canary_version: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1 or (self.share > 0 and self.canary_weight == 0):
@@ -98,6 +109,8 @@ class ModelRouting:
             raise Permanent(
                 "router.salt", f"salt {self.salt!r} does not match {_SALT_FORM.pattern}"
             )
+        if self.shadow_percent not in range(101):
+            raise Permanent("router.shadow", f"{self.shadow_percent!r} is no percentage")
 
     @property
     def canary_weight(self) -> int:
@@ -172,12 +185,7 @@ def route_configuration(
         ],
         "metadata": {
             "filter_metadata": {
-                "perennial": {
-                    "models": {
-                        name: {"share": routing.share, "salt": routing.salt}
-                        for name, routing in models.items()
-                    }
-                }
+                "perennial": {"models": {name: asdict(routing) for name, routing in models.items()}}
             }
         },
     }
@@ -208,7 +216,11 @@ def read_routes(path: Path) -> DeclaredRoutes:
         content = json.loads(path.read_text())
         declared = content["resources"][0]["metadata"]["filter_metadata"]["perennial"]["models"]
         models = {
-            name: ModelRouting(float(entry["share"]), entry["salt"])
+            name: ModelRouting(
+                float(entry["share"]),
+                entry["salt"],
+                *(int(entry.get(field, 0)) for field in _COUNTS),
+            )
             for name, entry in declared.items()
         }
         return DeclaredRoutes(content["version_info"], models)
@@ -275,6 +287,39 @@ def _state(client: httpx.Client) -> tuple[int, int]:
     return int(stats.get("version_text", "").strip('"') or 0), refused
 
 
+def shadow_routes(max_duration_s: float = 5.0) -> dict[str, Any]:
+    """Where copies go: to the canary, whatever version or label the path names."""
+    timeout = {"timeout": f"{max_duration_s:g}s"}
+    rewrite = {
+        "pattern": {"regex": r"^(/v1/models/[^/:?]+)(/versions/\d+|/labels/[^/:?]+)?(:.*)$"},
+        "substitution": r"\1\3",
+    }
+    rest = {"cluster": "canary_shadow_rest", "regex_rewrite": rewrite, **timeout}
+    routes = [
+        {
+            "name": "shadow",
+            "match": {"prefix": _SERVICE},
+            "route": {"cluster": "canary_shadow", **timeout},
+        },
+        {"name": "shadow", "match": {"prefix": "/v1/models/"}, "route": rest},
+    ]
+    return {
+        "name": "shadow",
+        "virtual_hosts": [{"name": "models", "domains": ["*"], "routes": routes}],
+    }
+
+
+def _mirror(cluster: str, percent: int) -> dict[str, Any]:
+    # The random number is the capture's own: of 10 % captured and 5 % mirrored calls, all mirrored
+    # ones are among the captured ones.
+    fraction = {"default_value": {"numerator": percent, "denominator": "HUNDRED"}}
+    return {
+        "cluster": cluster,
+        "runtime_fraction": fraction,
+        "disable_shadow_host_suffix_append": True,
+    }
+
+
 @dataclass(frozen=True)
 class _Builder:
     capture_percent: int
@@ -319,7 +364,7 @@ class _Builder:
         routes = []
         for arm in ("canary", "stable"):
             forced = {"name": "x-perennial-arm", "string_match": {"exact": arm}}
-            route = self._route("forced", model, {"cluster": f"{arm}{suffix}"})
+            route = self._route("forced", model, {"cluster": f"{arm}{suffix}"}, routing)
             routes += self._twins(route, [*headers, forced], captured, rest)
         rewrite = {"pattern": {"regex": "^(.*)$"}, "substitution": f"{routing.salt}:\\1"}
         split = {
@@ -341,16 +386,27 @@ class _Builder:
             ],
             "retry_policy": retry,
         }
-        return routes + self._twins(self._route("split", model, split), headers, captured, rest)
+        route = self._route("split", model, split, routing)
+        sampled, unsampled = self._twins(route, headers, captured, rest)
+        if routing.shadow_percent:
+            # Only the captured twin: every copy has the row of a live call to be joined to.
+            mirror = _mirror(f"shadow{suffix}", routing.shadow_percent)
+            sampled["route"] = {**sampled["route"], "request_mirror_policies": [mirror]}
+        return [*routes, sampled, unsampled]
 
-    def _route(self, name: str, model: str, action: dict[str, Any]) -> dict[str, Any]:
+    def _route(
+        self, name: str, model: str, action: dict[str, Any], routing: ModelRouting | None = None
+    ) -> dict[str, Any]:
         longest = f"{self.max_duration_s:g}s"
         # gRPC: the client's grpc-timeout, up to ours. REST has no such header and ignores it.
         limits = {"timeout": longest, "max_stream_duration": {"grpc_timeout_header_max": longest}}
+        told = {"model": model}
+        if routing is not None:
+            told["versions"] = f"{routing.stable_version}:{routing.canary_version}"
         return {
             "name": name,
             "route": {**limits, **action},
-            "metadata": {"filter_metadata": {"perennial": {"model": model}}},
+            "metadata": {"filter_metadata": {"perennial": told}},
         }
 
     def _twins(

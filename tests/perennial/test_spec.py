@@ -28,6 +28,11 @@ def spoil(folder, change):
     path.write_text(yaml.safe_dump(content))
 
 
+def mask(feature, kind, edges=()):
+    extra = {"edges": list(edges)} if edges else {}
+    return lambda c: c["data"]["features"][feature].update(sensitive=kind, **extra)
+
+
 @pytest.mark.parametrize(
     ("change", "code", "says"),
     [
@@ -39,6 +44,13 @@ def spoil(folder, change):
             "unknown_key",
             "'sensitive'",
         ),
+        (mask("dest", "bucket", [1]), "invalid", "bucket is for int and float features"),
+        (mask("distance", "redact"), "invalid", "redact is for string features"),
+        (mask("distance", "hash"), "invalid", "hash is for string and int features"),
+        (mask("distance", "bucket"), "invalid", "bucket and edges belong together"),
+        (mask("distance", "drop", [1]), "invalid", "bucket and edges belong together"),
+        (mask("distance", "bucket", [2, 1]), "invalid", "finite and increasing"),
+        (mask("distance", "bucket", [1, float("inf")]), "invalid", "finite and increasing"),
         (lambda c: c["release"].update(ramp=[]), "invalid", "ramp shares must grow"),
         (lambda c: c["release"]["ramp"][0].update(share=0.9), "invalid", "release.ramp.0.share"),
         (lambda c: c["training"].update(workers=3), "invalid", "not a multiple of workers 3"),

@@ -9,15 +9,14 @@ import math
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perennial.records import hash_key, prediction_schema
+from perennial.records import hash_key, masked_column, prediction_schema, stored_type
 from perennial.spec import Feature, FeatureType, ModelSpec
 from serving import payload
-from serving.capture import CLIENT_LEFT, Reason, Unparsable, parse_line, rows
+from serving.capture import CLIENT_LEFT, Reason, Rows, Unparsable, parse_line
 from serving.protos import tfserving_pb2 as pb
 from tests.support.traffic import float_tensor, int_tensor, predict_request, string_tensor
 
@@ -59,13 +58,14 @@ def reply(*scores: float, version: int = 3) -> bytes:
 def line(**given: Any) -> bytes:
     """A line as the router writes it; `request` and `reply` are bodies."""
     fields: dict[str, Any] = {
-        "version": "1",
+        "version": "2",
         "time": "1700000000.000123",
         "duration": "7",
         "arm": "stable",
         "cluster": "stable",
         "route": "split",
         "model": "trips",
+        "versions": "3:4",
         "http": "200",
         "grpc": "0",
         "flags": "-",
@@ -87,9 +87,20 @@ def line(**given: Any) -> bytes:
 
 
 def read(**given: Any) -> list[dict[str, Any]]:
-    model, found = rows(parse_line(line(**given)), SPECS, SECRET)
+    return rows_of(line(**given))
+
+
+def rows_of(content: bytes) -> list[dict[str, Any]]:
+    """The rows of one line, by the schema."""
+    rows = Rows(SPECS, SECRET)
+    rows.add(parse_line(content))
+    [(model, hour, table)] = rows.tables()
     assert model == "trips"
-    pa.Table.from_pylist(found, schema=prediction_schema(SPEC)).validate(full=True)
+    assert table.schema == prediction_schema(SPEC)
+    table.validate(full=True)
+    found = table.to_pylist()
+    assert {row["time"].replace(minute=0, second=0, microsecond=0) for row in found} == {hour}
+    assert rows.counts().total() == len(found)
     return found
 
 
@@ -110,7 +121,8 @@ def test_a_whole_line() -> None:
 @pytest.mark.parametrize(
     ("given_fields", "expected"),
     [
-        ({"version": "2"}, Reason.LINE),
+        ({"version": "1"}, Reason.LINE),
+        ({"versions": "3", "arm": "canary", "path": "/v1/x"}, Reason.LINE),
         ({"time": "soon"}, Reason.LINE),
         ({"time": "99999999999999.0"}, Reason.LINE),
         ({"grpc": "many"}, Reason.LINE),
@@ -218,12 +230,52 @@ def test_rest_statuses(http: str, status: int) -> None:
     assert row["status"] == status
 
 
+@pytest.mark.parametrize(
+    ("given_fields", "version"),
+    [
+        ({}, 3),
+        ({"arm": "canary"}, 4),
+        ({"arm": "shadow"}, 0),
+        ({"versions": "0:4"}, 0),
+        ({"versions": "-"}, 0),
+        ({"http": "503"}, 0),
+        ({"path": "/v1/models/trips/versions/12:predict"}, 12),
+    ],
+)
+def test_a_rest_reply_is_of_the_version_that_its_pool_serves_alone(
+    given_fields: dict[str, Any], version: int
+) -> None:
+    body, answer = json.dumps({"instances": [ONE]}).encode(), b'{"predictions": [1.0]}'
+    rest = {"path": "/v1/models/trips:predict", "grpc": "-", "request": body, "reply": answer}
+    [row] = read(**{**rest, **given_fields})
+    assert row["version"] == version
+
+
 def test_a_tab_in_a_header_spoils_its_own_line_only() -> None:
     [row] = read(key="a\tb")
     assert row["key_hash"] == hash_key(SECRET, "a\tb")
 
 
-NAN = Feature(type=FeatureType.FLOAT)
+@pytest.mark.parametrize(
+    ("feature", "values", "stored"),
+    [
+        ({"type": "string", "sensitive": "drop"}, ["a", "b"], [None, None]),
+        ({"type": "int", "sensitive": "hash"}, [7, None], [hash_key(SECRET, "7"), None]),
+        ({"type": "string", "sensitive": "hash"}, ["", "a"], ["", hash_key(SECRET, "a")]),
+        ({"type": "string", "sensitive": "redact"}, ["a", "", None], [True, False, None]),
+        (
+            {"type": "float", "sensitive": "bucket", "edges": [0.0, 10.0]},
+            [-0.5, 0.0, 9.9, 10.0, math.inf, math.nan, None],
+            [0, 1, 1, 2, 2, None, None],
+        ),
+        ({"type": "int", "sensitive": "bucket", "edges": [18, 65]}, [17, 18, 99], [0, 1, 2]),
+        ({"type": "bool"}, [True, None], [True, None]),
+    ],
+)
+def test_masks(feature: dict[str, Any], values: list[Any], stored: list[Any]) -> None:
+    column = masked_column(Feature.model_validate(feature), values, SECRET)
+    assert column.to_pylist() == stored
+    assert column.type == stored_type(Feature.model_validate(feature))
 
 
 @pytest.mark.parametrize(
@@ -245,6 +297,44 @@ def test_bfloat16_and_repeated_values() -> None:
         dtype=14, tensor_shape=float_tensor(0, 0).tensor_shape, half_val=[0x3F80]
     )
     assert payload.tensor(proto) == [1.0, 1.0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from([(), (1,), (1, 1), (2,)]))
+def test_one_row_read_from_its_bytes_is_the_tensor(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    kind, dtype, field, values = data.draw(
+        st.sampled_from(
+            [
+                (FeatureType.FLOAT, 1, "float_val", st.floats(width=32)),
+                (FeatureType.STRING, 7, "string_val", st.text(max_size=150).map(str.encode)),
+                (FeatureType.INT, 9, "int64_val", st.integers(-(2**63), 2**63 - 1)),
+                (FeatureType.BOOL, 10, "bool_val", st.booleans()),
+            ]
+        )
+    )
+    proto = pb.TensorProto(dtype=dtype)
+    proto.tensor_shape.dim.extend(pb.TensorShapeProto.Dim(size=size) for size in shape)
+    getattr(proto, field).extend(data.draw(st.lists(values, min_size=1, max_size=2)))
+    raw = proto.SerializeToString()
+    try:
+        expected = payload._read_any(raw, kind)
+    except payload.Malformed:
+        with pytest.raises(payload.Malformed):
+            payload.tensor_reader(kind)(raw)
+        return
+    found = payload.tensor_reader(kind)(raw)
+    np.testing.assert_equal(found, expected)
+    assert [type(value) for value in found] == [type(value) for value in expected]
+
+
+def test_the_usual_call_is_read_from_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = predict_request()
+    monkeypatch.delattr(payload, "_read_any")
+    for name, feature in SPEC.data.features.items():
+        raw = request.inputs[name].SerializeToString()
+        assert len(payload.tensor_reader(feature.type)(raw)) == 1
 
 
 @pytest.mark.parametrize(
@@ -274,7 +364,11 @@ def test_no_value_changes_its_type_silently() -> None:
     def columns(name: str, tensor: pb.TensorProto) -> Any:
         request = predict_request()
         request.inputs[name].CopyFrom(tensor)
-        return payload.grpc_columns(request.inputs, SPEC.data.features)
+        raw = {key: value.SerializeToString() for key, value in request.inputs.items()}
+        features = SPEC.data.features
+        readers = {key: payload.tensor_reader(one.type) for key, one in features.items()}
+        read = payload.grpc_columns(raw, readers)
+        return dict(zip(SPEC.data.features, read, strict=True))
 
     for name, tensor in (
         ("stops", float_tensor(1.5)),
@@ -303,10 +397,9 @@ def test_a_damaged_line_gives_rows_or_a_reason(data: st.DataObject) -> None:
     length = data.draw(st.integers(0, 20))
     damaged = good[:at] + data.draw(st.binary(max_size=20)) + good[at + length :]
     try:
-        _, found = rows(parse_line(damaged), SPECS, SECRET)
+        assert rows_of(damaged)
     except Unparsable:
-        return
-    pa.Table.from_pylist(found, schema=prediction_schema(SPEC)).validate(full=True)
+        pass
 
 
 @settings(max_examples=300, deadline=None)

@@ -15,9 +15,10 @@ from perennial.settings import Settings
 from perennial.spec import ModelSpec
 from perennial.states import State
 from perennial.store import verify
+from serving import reconcile
 from serving.flow import roll_back
 from serving.release.report import rederive
-from serving.router.routes import write_routes
+from serving.router.routes import ModelRouting, write_routes
 from tests.serving.conftest import FLAGS
 from tests.support.serving import Server, start_server
 from tests.support.story import Story, begin, quick
@@ -88,6 +89,29 @@ def test_a_failing_candidate_is_rolled_back_by_its_guardrail(story: Story) -> No
     done = story.until(*ENDS, candidate_loss=0.3, failing=0.5)
     assert done.state is State.ROLLED_BACK
     assert story.ledger.events(done.id)[-1].evidence["reason"].startswith("guardrail.")
+
+
+def test_the_routes_name_the_versions_and_mirror_while_shadowing(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[ModelRouting] = []
+
+    def write(path: Path, models: dict[str, ModelRouting], **options: int) -> str:
+        written.append(models["flights"])
+        return write_routes(path, models, **options)
+
+    story.given_champion(1).given_candidate(2)
+    monkeypatch.setattr(reconcile, "write_routes", write)
+    story.step()
+    # The canary changes: no version is claimed. Then both are, and calls are mirrored.
+    assert [(one.stable_version, one.canary_version) for one in written] == [(0, 0), (1, 2)]
+    assert [one.shadow_percent for one in written] == [0, 100]
+    story.step()
+    assert (written[-1].share, written[-1].shadow_percent) == (0.05, 0)
+    assert (written[-1].stable_version, written[-1].canary_version) == (1, 2)
+    before = len(written)
+    story.step()
+    assert len(written) == before
 
 
 def test_without_traffic_nothing_is_decided(story: Story) -> None:

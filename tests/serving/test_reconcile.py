@@ -50,6 +50,7 @@ def test_a_candidate_on_its_way(state, stable, canary, share):
     want = desired(champion(), episode(state))
     assert (want.stable, want.canary, want.share, want.stable_label) == (stable, canary, share, 3)
     assert want.salt == "e4"
+    assert want.is_shadowed == (state is State.SHADOWING)
 
 
 def test_in_probation_the_way_back_stays_loaded():
@@ -80,6 +81,9 @@ def test_nobody_is_sent_to_what_is_not_loaded(state, version, at_start, has_cham
     if want.share:
         assert want.canary
         assert state in (State.RAMPING, State.AWAITING_APPROVAL, State.PROMOTING)
+    if want.is_shadowed:
+        assert want.canary
+        assert not want.share
     if has_champion:
         assert 3 in want.stable
         assert want.stable_label in want.stable

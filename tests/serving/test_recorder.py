@@ -18,7 +18,7 @@ from perennial.records import hash_key, prediction_schema
 from perennial.settings import Settings
 from perennial.spec import load_spec
 from perennial.store import Store
-from serving.recorder import Guard, Metrics
+from serving.recorder import Guard, Metrics, gather_turns
 from serving.router import envoy
 from serving.router.routes import ModelRouting
 from serving.sequence import GRACE_S, SequenceGaps
@@ -141,6 +141,45 @@ def test_rest_calls_are_rows_too(stack: Stack) -> None:
     assert status not in {row["request_id"] for row in stack.rows()}
 
 
+def test_shadowed_calls_are_two_rows_with_one_id(stack: Stack) -> None:
+    stack.router.declare({"trips": ModelRouting(0.0, "e1", 100)})
+    one = {"city": "Graz", "email": "a@b", "secret": "x", "distance": 1.5, "stops": 3}
+    ids = {
+        stack.router.predict(predict_request(distance=4.5), key="user-7").request_id: 4.5,
+        stack.router.rest("/v1/models/trips:predict", {"instances": [one]}).headers[
+            "x-request-id"
+        ]: 1.5,
+    }
+    stack.router.declare({"trips": ModelRouting(0.5, "e1")})
+    rows = eventually(
+        lambda: found if len(found := stack.rows_of(*ids)) == 4 else None, "live and shadow rows"
+    )
+    for id_, score in ids.items():
+        both = [row for row in rows if row["request_id"] == id_]
+        live, shadow = sorted(both, key=lambda row: row["arm"] == "shadow")
+        assert (live["route"], live["arm"], live["assigned"]) == ("split", "stable", "stable")
+        assert {shadow["route"], shadow["arm"], shadow["assigned"]} == {"shadow"}
+        same = ("row", "key_hash", "feature_city", "feature_distance", "feature_stops", "status")
+        assert [live[name] for name in same] == [shadow[name] for name in same]
+        assert live["score"] == shadow["score"] == score
+    assert {row["version"] for row in rows if row["feature_distance"] == 4.5} == {1, 2}
+    counted = stack.metric("perennial_recorder_records_total", arm="shadow", route="shadow")
+    assert counted == 2
+
+
+def test_a_rest_row_has_the_version_that_the_routes_declare(stack: Stack) -> None:
+    body = {"instances": [{"city": "a", "email": "b", "secret": "c", "distance": 1.5, "stops": 3}]}
+    stack.router.declare({"trips": ModelRouting(0.0, "e1", 0, 1, 2)})
+    ids = {
+        stack.router.rest("/v1/models/trips:predict", body, x_perennial_arm=arm).headers[
+            "x-request-id"
+        ]: version
+        for arm, version in (("stable", 1), ("canary", 2), ("", 1))
+    }
+    stack.router.declare({"trips": ModelRouting(0.5, "e1")})
+    assert {row["request_id"]: row["version"] for row in stack.rows_of(*ids)} == ids
+
+
 def test_failures_fallbacks_and_testers_are_told_apart(stack: Stack) -> None:
     stack.canary.fails_with = grpc.StatusCode.UNAVAILABLE
     fallen = eventually(
@@ -217,7 +256,7 @@ def test_killed_at_any_time_nothing_is_lost_and_nothing_doubled(tmp_path: Path) 
                 answer = stack.router.predict()
                 with lock:
                     ids.append(answer.request_id)
-                stop.wait(0.002)  # a rate that the recorder keeps up with beside two other loads
+                stop.wait(0.03)  # so little that the recorder writes each turn
 
         threads = [threading.Thread(target=load) for _ in range(2)]
         for thread in threads:
@@ -318,7 +357,7 @@ def test_rotation_under_a_real_router_loses_no_line(stack: Stack, tmp_path: Path
             "the renamed files are deleted",
         )
     assert len(rotations) >= 2
-    assert sorted(one.split(b"\t")[16].decode() for one in taken) == sorted(ids)
+    assert sorted(one.split(b"\t")[17].decode() for one in taken) == sorted(ids)
 
 
 def test_a_file_that_follows_under_the_same_name_starts_at_its_beginning(tmp_path: Path) -> None:
@@ -348,16 +387,28 @@ def test_a_state_that_cannot_be_read_stops_the_recorder(tmp_path: Path) -> None:
         spool_at(tmp_path)
 
 
+def test_little_traffic_is_seen_soon_and_much_makes_few_files() -> None:
+    assert [gather_turns(lines, 1) for lines in (0, 50, 99)] == [1, 1, 1]
+    assert [gather_turns(lines, 1) for lines in (100, 1500, 5000, 10_000, 90_000)] == [
+        5,
+        5,
+        2,
+        1,
+        1,
+    ]
+    assert gather_turns(400, 5) == 1
+
+
 def test_lost_lines_are_counted_after_a_grace() -> None:
     now = 0.0
     gaps = SequenceGaps(lambda: now)
-    assert [gaps.see("a", n) for n in (5, 6, 9, 8, 12)] == [0] * 5  # 7, 10, 11 are late or lost
-    assert gaps.see("b", 1) == 0
+    assert [gaps.see(b"a", n) for n in (5, 6, 9, 8, 12)] == [0] * 5  # 7, 10, 11 are late or lost
+    assert gaps.see(b"b", 1) == 0
     now = GRACE_S - 1
-    assert gaps.see("a", 10) == 0
+    assert gaps.see(b"a", 10) == 0
     now = GRACE_S + 1
-    assert gaps.see("a", 13) == 2
-    assert gaps.see("a", 14) == 0
+    assert gaps.see(b"a", 13) == 2
+    assert gaps.see(b"a", 14) == 0
 
 
 def test_capture_is_suspended_by_a_backlog_and_resumed(stack: Stack) -> None:
@@ -378,7 +429,7 @@ def test_capture_is_suspended_by_a_backlog_and_resumed(stack: Stack) -> None:
         assert percent() == "0"
         guard.check(10)
         assert percent() == "100"
-        guard.min_free_bytes = 1 << 60
+        guard.min_free_bytes, guard.min_free_share = 1 << 60, 1.1
         guard.check(0)
         assert percent() == "0"
         guard.min_free_bytes = 0

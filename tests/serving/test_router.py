@@ -73,7 +73,7 @@ def _pools(settings: Settings, wires: dict[str, Wire]) -> Iterator[tuple[Pool, P
 def pools(_pools: tuple[Pool, Pool]) -> tuple[Pool, Pool]:
     for pool in _pools:
         pool.fails_with = pool.rest_fails_with = None
-        pool.delay_s, pool.calls = 0.0, 0
+        pool.delay_s, pool.calls, pool.rest_paths = 0.0, 0, []
     return _pools
 
 
@@ -134,7 +134,9 @@ def test_calls_without_a_key_split_by_request_id_whatever_is_captured(
     """Sampling and an unkeyed split once drew the same number: all captured calls were stable."""
     router.declare({"trips": ModelRouting(0.5, "e1")})
     log = envoy.capture_log(router.settings)
-    before = log.stat().st_size if log.exists() else 0
+    router.predict(headers={"x-request-id": "all-before"})
+    eventually(lambda: log.exists() and b"all-before" in log.read_bytes(), "the log is flushed")
+    before = log.stat().st_size
     with_percent(router, 30)
     try:
         answers = [router.predict() for _ in range(400)]
@@ -193,11 +195,12 @@ def test_a_canary_that_refuses_falls_back_and_is_counted(
     pools[1].fails_with = code
     name = "perennial.requests"
     counted = fallbacks(router)
-    answers = [router.predict() for _ in range(20)]
+    # Fewer than lead to its ejection.
+    answers = [router.predict() for _ in range(3)]
     assert {answer.code for answer in answers} == {OK}
     assert {answer.arm for answer in answers} == {"stable"}
     assert {answer.headers["x-envoy-attempt-count"] for answer in answers} == {"2"}
-    eventually(lambda: fallbacks(router) == counted + 20, f"{name} counts them")
+    eventually(lambda: fallbacks(router) == counted + 3, f"{name} counts them")
 
 
 def test_a_canary_that_dies_under_a_call_falls_back(
@@ -306,6 +309,94 @@ def test_weights_change_under_load_and_no_call_fails(
     assert max(took) < 2
 
 
+def test_shadowed_calls_are_copied_and_stable_answers(
+    router: Router, pools: tuple[Pool, Pool]
+) -> None:
+    router.declare({"trips": ModelRouting(0.0, "e1", 100), "fares": ModelRouting(0.0, "e1")})
+    trips = {"x-perennial-model": "trips"}
+    assert {router.predict(headers=trips).arm for _ in range(10)} == {"stable"}
+    body = {"instances": [{"distance": 3.5}]}
+    assert router.rest("/v1/models/trips/versions/1:predict", body).json() == {"predictions": [3.5]}
+    eventually(lambda: pools[1].calls == 11, "the copies arrive")
+    assert pools[1].rest_paths[-1] == "/v1/models/trips:predict"
+    router.predict(headers={**trips, "x-perennial-arm": "stable"})
+    router.predict(headers={"x-perennial-model": "fares"})
+    router.rest("/v1/models/fares:predict", body)
+    with_percent(router, 0)
+    router.predict(headers=trips)
+    with_percent(router, 100)
+    router.predict(headers=trips)
+    eventually(lambda: pools[1].calls == 12, "of these only the last one is copied")
+    assert pools[0].calls == 16
+
+
+def test_a_part_of_the_calls_is_shadowed(router: Router, pools: tuple[Pool, Pool]) -> None:
+    router.declare({"trips": ModelRouting(0.0, "e1", 30)})
+    for _ in range(300):
+        router.predict()
+    eventually(lambda: pools[1].calls > 50, "copies arrive")
+    assert pools[0].calls == 300
+    assert pools[1].calls < 130
+
+
+@pytest.mark.parametrize("fault", ["fails", "slow"])
+def test_a_bad_shadow_leaves_live_calls_alone(
+    router: Router, pools: tuple[Pool, Pool], fault: str
+) -> None:
+    router.declare({"trips": ModelRouting(0.0, "e1", 100)})
+    before = shadow_overflow(router)
+    if fault == "fails":
+        pools[1].fails_with = grpc.StatusCode.UNAVAILABLE
+    else:
+        pools[1].delay_s = 1.5
+    answers, took = [], []
+
+    def load() -> None:
+        for _ in range(40):
+            started = time.monotonic()
+            answers.append(router.predict())
+            took.append(time.monotonic() - started)
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {(answer.code, answer.arm) for answer in answers} == {(OK, "stable")}
+    assert max(took) < 1.0
+    assert pools[0].calls == 160
+    if fault == "slow":
+        # 64 are in flight, the rest is dropped.
+        assert shadow_overflow(router) > before
+        eventually(lambda: stat(router, "cluster.shadow.upstream_rq_active") == 0, "they end")
+        pools[1].delay_s = 0.0
+        router.declare({"trips": ModelRouting(1.0, "e1")})
+        eventually(lambda: router.predict().arm == "canary", "the health check met a free thread")
+
+
+def shadow_overflow(router: Router) -> int:
+    stats = router.stats("cluster.shadow.upstream_rq_")
+    return sum(int(value) for name, value in stats.items() if name.endswith("overflow"))
+
+
+def stat(router: Router, name: str) -> int:
+    return int(router.stats(name)[name])
+
+
+def test_a_dead_shadow_leaves_live_calls_alone(
+    tmp_path: Path, pools: tuple[Pool, Pool], settings: Settings
+) -> None:
+    shared = {name: getattr(settings, name) for name in ("stable_port", "stable_rest_port")}
+    with routing(make_settings(tmp_path, **shared)) as router:
+        router.declare({"trips": ModelRouting(0.0, "e1", 100)})
+        assert {router.predict().arm for _ in range(20)} == {"stable"}
+        log = envoy.capture_log(router.settings)
+        eventually(
+            lambda: log.exists() and log.read_bytes().count(b"\tshadow\t") >= 20,
+            "each copy that failed has its line",
+        )
+
+
 def test_several_models_are_told_apart_by_header(router: Router, pools: tuple[Pool, Pool]) -> None:
     router.declare({"trips": ModelRouting(1.0, "e1"), "fares": ModelRouting(0.0, "e1")})
     assert router.predict(headers={"x-perennial-model": "trips"}).arm == "canary"
@@ -377,7 +468,7 @@ def test_a_router_that_is_away_is_said_so(settings: Settings) -> None:
 
 
 def test_what_is_declared_can_be_read(tmp_path: Path) -> None:
-    models = {"trips": ModelRouting(0.05, "e1"), "fares": ModelRouting(0.0, "e-2")}
+    models = {"trips": ModelRouting(0.05, "e1"), "fares": ModelRouting(0.0, "e-2", 40)}
     version = write_routes(tmp_path / "routes.json", models)
     declared = read_routes(tmp_path / "routes.json")
     assert (declared.version, declared.models) == (version, models)
@@ -395,6 +486,12 @@ def test_a_file_that_declares_nothing_is_refused(tmp_path: Path, content: str | 
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(Permanent, match=r"router\.share"):
         ModelRouting(share, "e1")
+
+
+@pytest.mark.parametrize("percent", [-1, 101, 0.5])
+def test_a_shadow_that_is_no_percentage_is_refused(percent: float) -> None:
+    with pytest.raises(Permanent, match=r"router\.shadow"):
+        ModelRouting(0.1, "e1", percent)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("salt", ["", "a b", "\\1", "x" * 81])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,46 @@ def predict_request(
     )
 
 
+@cache
+def _bodies() -> tuple[bytes, bytes]:
+    """A request and its reply as the router writes them."""
+    reply = pb.PredictResponse(outputs={"late": float_tensor(0.25)})
+    reply.model_spec.version.value = 3
+    bodies = []
+    for message in (predict_request(), reply):
+        content = message.SerializeToString()
+        frame = b"\0" + len(content).to_bytes(4, "big") + content
+        bodies.append(b"%d:%s" % (len(frame), base64.b64encode(frame)))
+    return bodies[0], bodies[1]
+
+
+def spool_line(number: int, **fields: bytes) -> bytes:
+    """A line as the router writes it, of a call of the small model; `fields` replace its own."""
+    bodies = _bodies()
+    values = {
+        "time": b"%d.%06d" % divmod(time.time_ns() // 1000, 1_000_000),
+        "duration": b"7",
+        "arm": b"stable",
+        "cluster": b"stable",
+        "route": b"split",
+        "model": b"trips",
+        "versions": b"3:0",
+        "http": b"200",
+        "grpc": b"0",
+        "flags": b"-",
+        "attempt": b"1",
+        "request": b"a1:%d:%s" % (number, bodies[0]),
+        "reply": bodies[1],
+        "path": PREDICT.encode(),
+        "request_encoding": b"-",
+        "reply_encoding": b"-",
+        "request_id": b"r-%d" % number,
+        "key": b"-",
+        **fields,
+    }
+    return b"\t".join([envoy.LINE_VERSION.encode(), *values.values()]) + b"\n"
+
+
 @dataclass
 class Pool:
     """Speaks TF Serving's Predict over gRPC and REST; its score is the feature `distance`."""
@@ -149,6 +191,7 @@ class Pool:
     rest_fails_with: int | None = None
     delay_s: float = 0.0
     calls: int = 0
+    rest_paths: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     health: health.HealthServicer = field(default_factory=health.HealthServicer)
 
@@ -163,6 +206,7 @@ class Pool:
 
     def rest(self, path: str, body: Any) -> tuple[int, Any]:
         self._count()
+        self.rest_paths.append(path)
         if self.rest_fails_with is not None:
             return self.rest_fails_with, {"error": "told to"}
         if body is None:
@@ -367,7 +411,7 @@ class Router:
             )
         except grpc.RpcError as error:
             received = {**dict(error.initial_metadata()), **dict(error.trailing_metadata())}
-            return Answer(error.code(), None, received)
+            return Answer(error.code(), None, received, error.details() or "")
         return Answer(grpc.StatusCode.OK, reply, dict(done.initial_metadata()))
 
     def rest(self, path: str, body: Any = None, **headers: str) -> httpx.Response:
@@ -388,6 +432,7 @@ class Answer:
     code: grpc.StatusCode
     reply: pb.PredictResponse | None
     headers: Mapping[str, Any]
+    details: str = ""
 
     @property
     def arm(self) -> str:
@@ -399,18 +444,45 @@ class Answer:
 
 
 @contextmanager
-def routing(settings: Settings) -> Iterator[Router]:
+def routing(
+    settings: Settings, credentials: grpc.ChannelCredentials | None = None
+) -> Iterator[Router]:
     """Runs Envoy until its routes are in force."""
     envoy.write_bootstrap(settings)
+    command = envoy.command(settings, drain_time_s=1)
     try:
-        yield from _routing(settings)
+        yield from _routing(
+            settings, Process(command, {}, settings.home / "envoy.log"), credentials
+        )
     finally:
+        envoy.remove_shared_memory(settings)
         shutil.rmtree(settings.spool_dir)
 
 
-def _routing(settings: Settings) -> Iterator[Router]:
-    process = Process(envoy.command(settings, drain_time_s=1), {}, settings.home / "envoy.log")
-    with process, grpc.insecure_channel(f"127.0.0.1:{settings.router_port}") as channel:
+@contextmanager
+def router_service(settings: Settings) -> Iterator[Router]:
+    """`python -m serving.router`, its routes in force; it's told to end at the end."""
+    process = python_module(settings, "serving.router")
+    try:
+        for router in _routing(settings, process):
+            yield router
+            if process.popen.poll() is None:
+                assert process.stop() == 0
+    finally:
+        shutil.rmtree(settings.spool_dir, ignore_errors=True)
+
+
+def _routing(
+    settings: Settings, process: Process, credentials: grpc.ChannelCredentials | None = None
+) -> Iterator[Router]:
+    target = f"127.0.0.1:{settings.router_port}"
+    with (
+        process,
+        grpc.secure_channel(target, credentials)
+        if credentials
+        else grpc.insecure_channel(target) as channel,
+    ):
+        eventually(routes.routes_path(settings).exists, "the routes are written")
         declared = routes.read_routes(routes.routes_path(settings))
         routes.wait_applied(envoy.admin_url(settings), declared.version, 60.0)
         grpc.channel_ready_future(channel).result(60)
