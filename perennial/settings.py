@@ -41,6 +41,10 @@ class Settings(BaseModel):
     canary_port: int = Field(8510, ge=1, le=65535, description="gRPC of the canary pool.")
     canary_rest_port: int = Field(8511, ge=1, le=65535)
     labels_port: int = Field(9010, ge=1, le=65535, description="gRPC intake of labels.")
+    labels_rest_port: int = Field(9015, ge=1, le=65535, description="REST intake of labels.")
+    labels_key_file: str = Field(
+        "", description="API keys of the label intake; empty: anybody, on loopback only."
+    )
     recorder_metrics_port: int = Field(9011, ge=1, le=65535)
     labels_metrics_port: int = Field(9012, ge=1, le=65535)
     exporter_port: int = Field(9013, ge=1, le=65535, description="Quality and ledger metrics.")

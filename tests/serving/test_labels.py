@@ -19,10 +19,10 @@ from prometheus_client import CollectorRegistry
 from perennial.errors import Retryable
 from perennial.records import LABEL_SCHEMA
 from perennial.settings import Settings
-from perennial.spec import load_specs
 from perennial.store import Store
-from serving import labels as intake_module
-from serving.labels import Intake, Label, Metrics
+from serving import intake as intake_module
+from serving.inbox import Label
+from serving.intake import Intake, Metrics, Models
 from serving.protos import labels_pb2 as pb
 from serving.protos import labels_pb2_grpc as pb_grpc
 from tests.support.traffic import (
@@ -122,10 +122,20 @@ def test_the_same_label_again_is_counted_and_not_written(service: Labels) -> Non
 def test_a_label_that_contradicts_is_counted_and_kept(service: Labels) -> None:
     service.send(label("conflict-1", 1.0))
     before = service.metric("conflicts_total")
-    assert service.send(label("conflict-1", 0.0)).accepted == 1
+    answer = service.send(label("conflict-1", 0.0))
+    assert (answer.accepted, answer.conflicts) == (1, 1)
     assert service.metric("conflicts_total") == before + 1
     values = sorted(service.rows_of("conflict-1"), key=lambda row: row["received"])
     assert [row["value"] for row in values] == [1.0, 0.0]
+
+
+def test_a_label_that_is_dated_ahead_is_counted_and_kept(service: Labels) -> None:
+    ahead = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
+    before = service.metric("future_total")
+    answer = service.send(label("future-1", time=at(ahead)), label("future-2"))
+    assert (answer.accepted, answer.future) == (2, 1)
+    assert service.metric("future_total") == before + 1
+    assert service.rows_of("future-1")[0]["time"] == ahead
 
 
 def test_each_bad_label_is_refused_with_its_reason_and_the_good_ones_are_taken(
@@ -136,7 +146,6 @@ def test_each_bad_label_is_refused_with_its_reason_and_the_good_ones_are_taken(
         label("bad-1", math.nan),
         label("bad-1", 0.5),
         label("bad-1", row=-1),
-        label("bad-1", time=at(datetime.now(UTC) + timedelta(hours=1))),
         label("bad-1", time=Timestamp(seconds=10**15)),
         label("x" * 201),
         label("good-1"),
@@ -147,9 +156,8 @@ def test_each_bad_label_is_refused_with_its_reason_and_the_good_ones_are_taken(
         (1, "not_finite"),
         (2, "not_binary"),
         (3, "row"),
-        (4, "future"),
-        (5, "future"),
-        (6, "request_id"),
+        (4, "time"),
+        (5, "request_id"),
     ]
     assert service.rows_of("bad-1") == []
 
@@ -159,6 +167,24 @@ def test_a_model_that_is_not_under_care_is_not_found(service: Labels) -> None:
         service.send(label("r"), model="nobody")
     assert error.value.code() == grpc.StatusCode.NOT_FOUND
     assert "trips" in error.value.details()
+
+
+def test_a_model_that_is_added_needs_no_restart(service: Labels) -> None:
+    broken = service.settings.models_dir / "broken"
+    broken.mkdir()
+    (broken / "model.yaml").write_text("version: 1")
+    add_model(service.settings, "later")
+    eventually(lambda: _accepted(service, "later") == 1, "labels of the new model are taken")
+    rows = log_rows(Store(service.settings.store).labels("later"))
+    assert [row["request_id"] for row in rows] == ["added"]
+    assert _accepted(service, "broken") is None
+
+
+def _accepted(service: Labels, model: str) -> int | None:
+    try:
+        return service.send(label("added"), model=model).accepted
+    except grpc.RpcError:
+        return None
 
 
 def test_a_call_that_is_too_large_is_refused(service: Labels) -> None:
@@ -284,7 +310,7 @@ def test_more_than_can_wait_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(intake_module, "write_parquet", slow)
     store, registry = Store(settings.store), CollectorRegistry()
-    intake = Intake(store, load_specs(settings.models_dir), Metrics(registry))
+    intake = Intake(store, Models(settings.models_dir), Metrics(registry))
     try:
         waiting = [intake.submit("trips", "s", [Label("first", 0, 1.0)])]
         assert still.wait(10)
@@ -304,7 +330,7 @@ def test_a_disk_that_fails_is_said_and_the_label_can_be_sent_again(tmp_path: Pat
     settings = make_settings(tmp_path)
     add_model(settings)
     store = Store(settings.store)
-    intake = Intake(store, load_specs(settings.models_dir), Metrics(CollectorRegistry()))
+    intake = Intake(store, Models(settings.models_dir), Metrics(CollectorRegistry()))
     try:
         store.labels("trips").parent.mkdir(parents=True)
         store.labels("trips").write_text("in the way")
@@ -314,6 +340,31 @@ def test_a_disk_that_fails_is_said_and_the_label_can_be_sent_again(tmp_path: Pat
         assert intake.submit("trips", "s", [Label("r", 0, 1.0)]).result(10).accepted == 1
     finally:
         intake.close()
+
+
+def test_a_clock_that_steps_back_keeps_the_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A correction is always received after what it corrects: the join takes the newest."""
+    settings = make_settings(tmp_path)
+    add_model(settings)
+    store = Store(settings.store)
+    moments = [datetime(2030, 1, 1, 12, tzinfo=UTC), datetime(2030, 1, 1, 11, tzinfo=UTC)]
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+            return moments.pop(0) if len(moments) > 1 else moments[0]
+
+    monkeypatch.setattr(intake_module, "datetime", Clock)
+    intake = Intake(store, Models(settings.models_dir), Metrics(CollectorRegistry()))
+    try:
+        for value in (1.0, 0.0):
+            intake.submit("trips", "s", [Label("r", 0, value)]).result(10)
+    finally:
+        intake.close()
+    rows = sorted(log_rows(store.labels("trips")), key=lambda row: row["received"])
+    assert [row["value"] for row in rows] == [1.0, 0.0]
 
 
 def test_the_log_has_the_schema_of_the_records(service: Labels) -> None:
