@@ -1,10 +1,11 @@
-"""A SavedModel for the model `clicks` of tests/support/training.py, published as a version."""
+"""Small SavedModels, published as versions: of the model `clicks`, and of any other's signature."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from perennial.spec import FeatureType, ModelSpec
 from perennial.store import Store, publishing
 
 REFUSED = "refused"
@@ -48,7 +49,40 @@ def publish_version(store: Store, version: int, *, seed: int = 0) -> Path:
             return {"click": tf.where((hour == -1)[:, None], float("nan"), score)}
 
     module = Clicks()
-    target = store.version("clicks", version)
-    with publishing(target, kind="version", model="clicks", id=str(version)) as (folder, _):
-        tf.saved_model.save(module, str(folder), signatures={"serving_default": module.serve})
+    return _publish(store, "clicks", version, module, module.serve)
+
+
+def publish_any(store: Store, spec: ModelSpec, version: int) -> Path:
+    """The sum of a row's known numbers through a sigmoid, as any model's output, [n, 1]."""
+    import tensorflow as tf
+
+    kinds = {
+        FeatureType.STRING: tf.string,
+        FeatureType.INT: tf.int64,
+        FeatureType.FLOAT: tf.float32,
+        FeatureType.BOOL: tf.bool,
+    }
+    features = spec.data.features
+
+    @tf.function(
+        input_signature=[{n: tf.TensorSpec([None], kinds[f.type], n) for n, f in features.items()}]
+    )
+    def serve(inputs: dict[str, Any]) -> dict[str, Any]:
+        numbers = [
+            tf.cast(inputs[name], tf.float32)
+            for name, feature in features.items()
+            if feature.type != FeatureType.STRING
+        ]
+        known = [tf.where(tf.math.is_nan(number), 0.0, number) for number in numbers]
+        return {spec.data.output: tf.sigmoid(tf.add_n(known) / 1e4)[:, None]}
+
+    return _publish(store, spec.name, version, tf.Module(), serve)
+
+
+def _publish(store: Store, model: str, version: int, module: Any, serve: Any) -> Path:
+    import tensorflow as tf
+
+    target = store.version(model, version)
+    with publishing(target, kind="version", model=model, id=str(version)) as (folder, _):
+        tf.saved_model.save(module, str(folder), signatures={"serving_default": serve})
     return target
