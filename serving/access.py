@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -65,6 +65,11 @@ class ApiKeys:
             logger.error("the keys read before stay in force: %s", error)
         else:
             logger.info("%s: %d keys", self._path, len(self._digests))
+
+
+def first_key(path: Path) -> str:
+    """A key of the file, for a client of ours. Raises Permanent `access.keys`."""
+    return next(_keys(path))
 
 
 def keys_for(bind: str, key_file: str, *, setting: str) -> ApiKeys | None:
@@ -120,11 +125,15 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _read(path: Path) -> tuple[bytes, ...]:
+    return tuple(hashlib.sha256(key.encode()).digest() for key in _keys(path))
+
+
+def _keys(path: Path) -> Iterator[str]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise Permanent("access.keys", f"the API keys in {path} can't be read: {error}") from error
-    digests = []
+    found = 0
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -136,11 +145,11 @@ def _read(path: Path) -> tuple[bytes, ...]:
                 f"{MIN_CHARACTERS} characters",
                 hint="make one with: openssl rand -hex 32",
             )
-        digests.append(hashlib.sha256(words[-1].encode()).digest())
-    if not digests:
+        found += 1
+        yield words[-1]
+    if not found:
         raise Permanent(
             "access.keys",
             f"{path} holds no API key",
             hint="one key per line; make one with: openssl rand -hex 32",
         )
-    return tuple(digests)

@@ -266,6 +266,7 @@ def _copied(spec: ModelSpec, source: Path, target: Path) -> Path:
 def _predict(
     spec: ModelSpec, version: int, folder: Path, shards: list[Shard], target: Path
 ) -> None:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         with _quiet_beam():
             from serving.batch import pipeline

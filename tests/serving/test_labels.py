@@ -23,6 +23,7 @@ from perennial.store import Store
 from serving import intake as intake_module
 from serving.inbox import Label
 from serving.intake import Intake, Metrics, Models
+from serving.labels import MAX_MESSAGE_BYTES
 from serving.protos import labels_pb2 as pb
 from serving.protos import labels_pb2_grpc as pb_grpc
 from tests.support.traffic import (
@@ -191,6 +192,10 @@ def test_a_call_that_is_too_large_is_refused(service: Labels) -> None:
     with pytest.raises(grpc.RpcError) as error:
         service.send(*[label("r")] * 10_001)
     assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.RpcError) as error:
+        service.send(label("r" * MAX_MESSAGE_BYTES))
+    assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert service.rows_of("r") == []
 
 
 def test_concurrent_calls_share_a_file(service: Labels) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -20,7 +21,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from perennial.errors import NeedsHuman, Permanent
+from perennial.local import traffic
 from perennial.settings import Settings
+from perennial.spec import load_spec
 from perennial.store import Store
 from serving import access, labels_rest
 from serving import intake as intake_module
@@ -229,6 +232,31 @@ def test_a_full_queue_and_a_failing_disk_are_429_and_503(
         client.http.close()
 
 
+def test_slow_bodies_and_too_many_at_a_time_are_turned_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(tmp_path)
+    add_model(settings)
+    monkeypatch.setattr(labels_rest, "BODY_S", 0.1)
+    models, metrics = Models(settings.models_dir), Metrics(CollectorRegistry())
+    intake = Intake(Store(settings.store), models, metrics)
+    server = labels_rest.Server(intake, None, "127.0.0.1", settings.labels_rest_port)
+    client = Client(settings)
+    try:
+        with socket.create_connection(("127.0.0.1", settings.labels_rest_port)) as slow:
+            slow.sendall(
+                b"POST /v1/models/trips/labels HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+            )
+            slow.settimeout(20)
+            assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
+        monkeypatch.setattr(labels_rest, "MAX_IN_FLIGHT", 0)
+        assert client.post({"request_id": "r", "value": 1}).status_code == 429
+    finally:
+        server.stop()
+        intake.close()
+        client.http.close()
+
+
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """An intake with API keys."""
@@ -272,6 +300,23 @@ def test_with_the_key_both_transports_take_labels(guarded: Client) -> None:
         assert guarded.post({"request_id": "friend", "value": 1}, **headers).status_code == 200
     assert _grpc_code(guarded, ("authorization", f"Bearer {KEY}")) is grpc.StatusCode.OK
     assert _grpc_code(guarded, ("x-api-key", KEY)) is grpc.StatusCode.OK
+
+
+def test_the_replay_sends_its_labels_with_a_key(guarded: Client) -> None:
+    """The local stack's own traffic, where the intake asks for keys."""
+    spec = load_spec(guarded.settings.models_dir / "trips")
+    replay = traffic.Replay(guarded.settings, spec, None, 1.0, 0.0)
+    replay._pending = [traffic._Pending(0.0, (0, datetime.now(UTC)), "replayed", 1.0)]
+    replay.stopping.set()
+
+    async def send() -> None:
+        target = f"127.0.0.1:{guarded.settings.labels_port}"
+        async with grpc.aio.insecure_channel(target) as channel:
+            await replay._send_labels(channel)
+
+    asyncio.run(send())
+    assert (replay.stats.labels_sent, replay.stats.labels_failed) == (1, 0)
+    assert len(guarded.rows_of("replayed")) == 1
 
 
 def test_a_key_is_replaced_without_a_restart(guarded: Client) -> None:

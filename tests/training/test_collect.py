@@ -99,28 +99,29 @@ def test_every_way_a_label_can_go_wrong_is_counted(spec: ModelSpec, store: Store
 
 def test_a_collection_is_rebuilt_as_it_was_known_then(spec: ModelSpec, store: Store) -> None:
     """Corrections, late and new labels change what is known now, never what was known then."""
+    noon = START + 12 * HOUR
     write_predictions(
         spec, store, [{"request_id": f"r{n}", "time": START + n * HOUR / 60} for n in range(40)]
     )
     told = [{"request_id": f"r{n}", "value": float(n % 2), "time": START + HOUR} for n in range(30)]
     write_labels(spec, store, told)
-    then = collect(spec, store, "then", now=NOW)
-    drill = collect(spec, store, "drill", now=NOW, shuffle_labels=True)
-    assert (then.rows, then.known_at) == (30, NOW - SETTLE)
-    assert read_manifest(then.path).facts["known_at"] == (NOW - SETTLE).isoformat()
+    then = collect(spec, store, "then", now=noon)
+    drill = collect(spec, store, "drill", now=noon, shuffle_labels=True)
+    assert (then.rows, then.known_at) == (30, noon - SETTLE)
+    assert read_manifest(then.path).facts["known_at"] == (noon - SETTLE).isoformat()
 
     corrected = [{**told[0], "value": 1.0}, {**told[1], "value": 0.0, "source": "audit"}]
     late = [{"request_id": f"r{n}", "value": 1.0, "time": START + HOUR} for n in range(30, 40)]
-    write_labels(spec, store, [{**one, "received": NOW + HOUR} for one in corrected + late])
+    write_labels(spec, store, [{**one, "received": noon + HOUR} for one in corrected + late])
 
     for result in (then, drill):
         again = rebuild(spec, store, result.path.parent.name)
         assert again.equals(pq.read_table(result.path / ROWS_FILE))
-    by_hand = collect(spec, store, "by-hand", now=NOW, known_at=then.known_at)
+    by_hand = collect(spec, store, "by-hand", now=noon, known_at=then.known_at)
     assert by_hand.counts == then.counts
     assert (by_hand.path / ROWS_FILE).read_bytes() == (then.path / ROWS_FILE).read_bytes()
 
-    now = collect(spec, store, "now", now=NOW, known_at=NOW + 2 * HOUR)
+    now = collect(spec, store, "now", now=noon, known_at=noon + 2 * HOUR)
     rows = pq.read_table(now.path / ROWS_FILE)
     labels = dict(zip(rows["request_id"].to_pylist(), rows["label"].to_pylist(), strict=True))
     assert (now.rows, now.counts["conflicting"]) == (40, 2)
