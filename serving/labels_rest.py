@@ -36,6 +36,8 @@ MAX_BODY_BYTES: Final = 4 << 20
 """Of a request, as sent and after gunzipping; gRPC's limit is the same."""
 MAX_IN_FLIGHT: Final = 64
 """Requests whose body is held at a time; more are told to come again."""
+MAX_CONNECTIONS: Final = 512
+"""Open at a time; requests beyond them are answered with 503."""
 BODY_S: Final = 10.0
 """How long a client may take to send its body."""
 UNAUTHENTICATED: Final = "no valid API key: send `authorization: Bearer KEY` or `x-api-key: KEY`"
@@ -149,6 +151,7 @@ class Server:
             proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=5,
+            limit_concurrency=MAX_CONNECTIONS,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(

@@ -17,6 +17,7 @@ import glob
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -115,6 +116,7 @@ def batch_predict(
         if is_published(output):
             shutil.rmtree(work, ignore_errors=True)
             return _result(output, resumed=read_manifest(output).facts["shards"])
+        _sweep(output)
         write_atomic(work / "terms.json", json.dumps(asdict(terms), indent=1).encode())
         try:
             _check_version(store, spec.name, version)
@@ -175,6 +177,14 @@ def _alone(work: Path) -> Iterator[None]:
         # An empty folder is no job.
         if work.exists() and not any(work.iterdir()):
             work.rmdir()
+
+
+def _sweep(output: Path) -> None:
+    """Removes what a run that was killed while it published has left beside the output."""
+    form = re.compile(rf"tmp-{re.escape(output.name)}-[0-9a-f]{{12}}")
+    for path in output.parent.iterdir():
+        if form.fullmatch(path.name):
+            shutil.rmtree(path)
 
 
 def _published(output: Path) -> _Terms | None:

@@ -209,13 +209,16 @@ def test_a_killed_job_goes_on_with_the_shards_that_are_missing(
         return sorted(shards.glob("[0-9]*/scores.parquet"))
 
     with Process(command, environment, tmp_path / "log") as process:
-        eventually(lambda: len(published()) >= 3, "some shards are published", every_s=0.01)
+        eventually(lambda: len(published()) >= 3, "shards", deadline_s=150, every_s=0.01)
         with pytest.raises(Conflict, match="another process works"):
             world.run(tmp_path / "rows.parquet", output, shard_rows=20_000)
         process.kill()
     before = {path.parent.name: path.stat() for path in published()}
     assert 3 <= len(before) < copies
     assert not output.exists()
+    left_over, another = tmp_path / f"tmp-out-{'0' * 12}", tmp_path / f"tmp-out-2-{'0' * 12}"
+    left_over.mkdir()
+    another.mkdir()
 
     done = CliRunner().invoke(cli.batch_predict, arguments, env=environment)
     assert done.exit_code == 0, done.output
@@ -229,6 +232,7 @@ def test_a_killed_job_goes_on_with_the_shards_that_are_missing(
     scores = rows["score"].to_numpy().reshape(copies, table.num_rows)
     assert np.abs(scores - scores[0]).max() <= 1e-6
     verify(output)
+    assert (left_over.exists(), another.exists()) == (False, True)
 
 
 def test_a_resumed_job_keeps_its_version_and_its_terms(world: World, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,7 @@ def test_slow_bodies_and_too_many_at_a_time_are_turned_away(
     settings = make_settings(tmp_path)
     add_model(settings)
     monkeypatch.setattr(labels_rest, "BODY_S", 0.1)
+    monkeypatch.setattr(labels_rest, "MAX_CONNECTIONS", 3)
     models, metrics = Models(settings.models_dir), Metrics(CollectorRegistry())
     intake = Intake(Store(settings.store), models, metrics)
     server = labels_rest.Server(intake, None, "127.0.0.1", settings.labels_rest_port)
@@ -251,6 +253,13 @@ def test_slow_bodies_and_too_many_at_a_time_are_turned_away(
             assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
         monkeypatch.setattr(labels_rest, "MAX_IN_FLIGHT", 0)
         assert client.post({"request_id": "r", "value": 1}).status_code == 429
+        client.http.close()
+        with ExitStack() as idle:
+            for _ in range(3):
+                connection = socket.create_connection(("127.0.0.1", settings.labels_rest_port))
+                idle.enter_context(connection)
+            client = Client(settings)
+            assert client.post({"request_id": "r", "value": 1}).status_code == 503
     finally:
         server.stop()
         intake.close()
