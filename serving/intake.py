@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 GATHER_S: Final = 0.02
 MAX_PENDING: Final = 256
 """Calls that wait for the disk; more are refused with `labels.busy`."""
+MAX_PENDING_LABELS: Final = 200_000
+"""Labels in those calls: what waits is bounded in memory as well."""
 MAX_LABELS: Final = 10_000
 """Per call."""
 MAX_SOURCE: Final = 50
@@ -202,6 +204,8 @@ class Intake:
         self._store = store
         self._queue: queue.Queue[_Pending | None] = queue.Queue(MAX_PENDING)
         self._known: OrderedDict[Key, float] = OrderedDict()
+        self._waiting = 0
+        self._waiting_lock = threading.Lock()
         self._newest = datetime.min.replace(tzinfo=UTC)
         self._remembered: set[str] = set()
         for model in models:
@@ -228,17 +232,29 @@ class Intake:
                 f"at most {MAX_LABELS} labels a call and {MAX_SOURCE} characters of source; "
                 f"got {len(labels)} and {len(source)}",
             )
+        with self._waiting_lock:
+            is_full = self._waiting + len(labels) > MAX_PENDING_LABELS
+            if not is_full:
+                self._waiting += len(labels)
+        if is_full:
+            raise self._busy(f"{MAX_PENDING_LABELS} labels")
         pending = _Pending(spec, source or "default", labels)
         # From here on nobody can cancel it: the writer always has somebody to answer.
         pending.done.set_running_or_notify_cancel()
         try:
             self._queue.put_nowait(pending)
         except queue.Full:
-            self.metrics.overflows.inc()
-            raise Retryable(
-                "labels.busy", f"{MAX_PENDING} calls wait for the disk", hint="send it again later"
-            ) from None
+            self._release([pending])
+            raise self._busy(f"{MAX_PENDING} calls") from None
         return pending.done
+
+    def _busy(self, what: str) -> Retryable:
+        self.metrics.overflows.inc()
+        return Retryable("labels.busy", f"{what} wait for the disk", hint="send it again later")
+
+    def _release(self, calls: list[_Pending]) -> None:
+        with self._waiting_lock:
+            self._waiting -= sum(len(pending.labels) for pending in calls)
 
     def close(self) -> None:
         """Writes what was submitted, then ends."""
@@ -257,7 +273,9 @@ class Intake:
                     break
             closed = group[-1] is None
             self.metrics.pending.set(self._queue.qsize())
-            self._commit([pending for pending in group if pending is not None])
+            calls = [pending for pending in group if pending is not None]
+            self._commit(calls)
+            self._release(calls)
 
     def _commit(self, calls: list[_Pending]) -> None:
         # A clock that steps back must not let an older label look newer than its correction.

@@ -22,7 +22,7 @@ from perennial.settings import Settings
 from perennial.store import Store
 from serving import intake as intake_module
 from serving.inbox import Label
-from serving.intake import Intake, Metrics, Models
+from serving.intake import Intake, Metrics, Models, Taken
 from serving.labels import MAX_MESSAGE_BYTES
 from serving.protos import labels_pb2 as pb
 from serving.protos import labels_pb2_grpc as pb_grpc
@@ -329,6 +329,43 @@ def test_more_than_can_wait_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         go.set()
         intake.close()
     assert registry.get_sample_value("perennial_labels_overflows_total") == 1
+
+
+def test_more_labels_than_memory_is_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few calls, many labels: they wait for the disk up to a bound, and are let go after it."""
+    settings = make_settings(tmp_path)
+    add_model(settings)
+    still, go = threading.Event(), threading.Event()
+    write = intake_module.write_parquet
+
+    def slow(table: pa.Table, path: Path) -> None:
+        still.set()
+        assert go.wait(20)
+        write(table, path)
+
+    monkeypatch.setattr(intake_module, "write_parquet", slow)
+    monkeypatch.setattr(intake_module, "MAX_PENDING_LABELS", 10)
+    models, metrics = Models(settings.models_dir), Metrics(CollectorRegistry())
+    intake = Intake(Store(settings.store), models, metrics)
+
+    def call(name: str, labels: int) -> futures.Future[Taken]:
+        return intake.submit("trips", "s", [Label(f"{name}-{n}", 0, 1.0) for n in range(labels)])
+
+    try:
+        first = call("first", 6)
+        assert still.wait(10)
+        with pytest.raises(Retryable, match="10 labels wait for the disk"):
+            call("too-many", 5)
+        second = call("second", 4)
+        go.set()
+        assert (first.result(20).accepted, second.result(20).accepted) == (6, 4)
+        eventually(lambda: intake._waiting == 0, "nothing waits")
+        assert call("again", 10).result(20).accepted == 10
+    finally:
+        go.set()
+        intake.close()
 
 
 def test_a_disk_that_fails_is_said_and_the_label_can_be_sent_again(tmp_path: Path) -> None:
