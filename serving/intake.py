@@ -341,14 +341,18 @@ class Intake:
         files = sorted(self._store.labels(model).glob("date=*/hour=*/*.parquet"))[-_RECENT_FILES:]
         for path in files:
             try:
-                table = pq.read_table(path, schema=LABEL_SCHEMA, partitioning=None)
+                self._remember_file(model, path)
             except (OSError, pa.ArrowException) as error:
                 logger.error("%s can't be read, its labels may be written again: %s", path, error)
-                continue
-            columns = (table[name].to_pylist() for name in ("request_id", "row", "source", "value"))
+
+    def _remember_file(self, model: str, path: Path) -> None:
+        """By and by: a file of imported history may hold far more rows than the window."""
+        names = ["request_id", "row", "source", "value"]
+        for batch in pq.ParquetFile(path).iter_batches(columns=names):
+            columns = (batch.column(name).to_pylist() for name in names)
             for request_id, row, source, value in zip(*columns, strict=True):
                 self._known[model, request_id, row, source] = value
-        self._forget()
+            self._forget()
 
     def _forget(self) -> None:
         while len(self._known) > _WINDOW:

@@ -368,6 +368,31 @@ def test_more_labels_than_memory_is_for_are_refused(
         intake.close()
 
 
+def test_the_window_is_bounded_and_holds_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that can't be read, one with more rows than the window: what is newest is known."""
+    settings = make_settings(tmp_path)
+    add_model(settings)
+    store = Store(settings.store)
+
+    def taken(names: list[str]) -> Taken:
+        intake = Intake(store, Models(settings.models_dir), Metrics(CollectorRegistry()))
+        try:
+            assert len(intake._known) <= 5
+            labels = [Label(name, 0, 1.0) for name in names]
+            return intake.submit("trips", "s", labels).result(10)
+        finally:
+            intake.close()
+
+    monkeypatch.setattr(intake_module, "_WINDOW", 5)
+    assert taken([f"r{n}" for n in range(20)]).accepted == 20
+    folder = next(store.labels("trips").glob("date=*/hour=*"))
+    (folder / "broken.parquet").write_text("no parquet")
+    assert taken(["r19", "r15"]).duplicates == 2
+    assert taken(["r0"]).accepted == 1
+
+
 def test_a_disk_that_fails_is_said_and_the_label_can_be_sent_again(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     add_model(settings)
