@@ -60,7 +60,7 @@ bench-%: setup
 
 lock: $(READY) ## resolve the locks again, for all supported Pythons at once
 	$(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
-	  --extra models --extra dev --output-file requirements/dev.txt pyproject.toml
+	  --only-binary apache-beam --extra models --extra dev --output-file requirements/dev.txt pyproject.toml
 	$(BIN)/uv pip compile --generate-hashes --no-emit-index-url --no-header --quiet \
 	  --output-file requirements/uv.txt requirements/uv.in
 

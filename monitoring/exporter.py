@@ -60,6 +60,14 @@ _GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "Labels in the window beyond the first of a row.",
         ("model", "threshold"),
     ),
+    "perennial_labels_late": (
+        "Matured rows in the window whose label came after the label horizon.",
+        ("model", "threshold"),
+    ),
+    "perennial_labels_conflicting": (
+        "Rows in the window whose labels differ.",
+        ("model", "threshold"),
+    ),
 }
 
 Samples = list[tuple[str, tuple[str, ...], float]]
@@ -140,6 +148,8 @@ def _of_logs(spec: ModelSpec, store: Store, now: datetime) -> Samples:
         samples += [
             ("perennial_labels_unknown", own, float(found.unknown)),
             ("perennial_labels_repeated", own, float(found.duplicates)),
+            ("perennial_labels_late", own, float(found.late)),
+            ("perennial_labels_conflicting", own, float(found.conflicting)),
         ]
         for version, quality in found.versions.items():
             of = (spec.name, str(version), threshold.name)

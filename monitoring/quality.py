@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from perennial.query import EXAMPLE, known_labels, latest_labels
 from perennial.spec import ModelSpec
 from perennial.store import Store
 
@@ -24,7 +25,6 @@ CLIP: Final = 1e-7
 
 _CLOCK_SKEW: Final = timedelta(minutes=1)
 _RECORDER_LAG: Final = timedelta(seconds=10)
-_KEY: Final = ["request_id", "row"]
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,38 @@ class Quality:
             was given, or labels that came later than the label horizon. The newest seconds are
             left out, for the recorder may lag behind the labels.
         duplicates: labels beyond the first of a row.
+        late: matured rows of the window whose label came after the label horizon.
+        conflicting: rows whose labels differ.
     """
 
     versions: dict[int, VersionQuality]
     unknown: int
     duplicates: int
+    late: int = 0
+    conflicting: int = 0
 
 
-def measure(spec: ModelSpec, store: Store, *, window: timedelta, now: datetime) -> Quality:
+def measure(
+    spec: ModelSpec,
+    store: Store,
+    *,
+    window: timedelta,
+    now: datetime,
+    known_at: datetime | None = None,
+) -> Quality:
     """Joins and aggregates one window.
+
+    Args:
+        known_at: an aware time; labels and corrections that came later are not seen. None: `now`.
+            A later one judges the same rows by what was learnt since.
 
     Shadow and imported rows were nobody's answer, failed calls have no score: they don't count.
     """
+    known_at = now if known_at is None else known_at
     end = now - spec.data.label_horizon
     start = end - window
     asked_files = list(_files(store.predictions(spec.name), start, now))
-    told_files = list(_files(store.labels(spec.name), start, now))
+    told_files = list(_files(store.labels(spec.name), start, known_at))
     if not asked_files:
         return Quality({}, 0, 0)
     import ibis
@@ -93,12 +109,8 @@ def measure(spec: ModelSpec, store: Store, *, window: timedelta, now: datetime) 
             if told_files
             else connection.create_table("told", pa.Table.from_pylist([], schema=LABEL_SCHEMA))
         )
-        told = told.filter(told.received <= now, told.received >= start)
-        latest = ibis.row_number().over(
-            group_by=_KEY, order_by=[ibis.desc(told.received), ibis.desc(told.time)]
-        )
-        labels = told.mutate(nth=latest).filter(lambda t: t.nth == 0)
-        labels = labels.select(*_KEY, "value", "received")
+        told = known_labels(told, known_at).filter(lambda t: t.received >= start)
+        labels = latest_labels(told).select(*EXAMPLE, "value", "received")
         answered = log.filter(
             log.arm.isin(["stable", "canary"]),
             log.status == 0,
@@ -107,28 +119,37 @@ def measure(spec: ModelSpec, store: Store, *, window: timedelta, now: datetime) 
             log.time >= start,
             log.time < end,
         )
-        rows = answered.group_by(_KEY).aggregate(
+        rows = answered.group_by(EXAMPLE).aggregate(
             version=answered.version.first(),
             score=answered.score.first(),
             time=answered.time.min(),
         )
-        found = _by_version(
-            rows.left_join(labels.drop("received"), _KEY), binary=spec.data.label.kind == "binary"
-        )
+        joined = rows.left_join(labels, EXAMPLE)
+        found = _by_version(joined, binary=spec.data.label.kind == "binary")
         settled = labels.filter(
             labels.received >= now - window, labels.received < now - _RECORDER_LAG
         )
-        counts = ibis.union(
-            settled.anti_join(log, _KEY).aggregate(n=ibis._.count()).mutate(what=ibis.literal("u")),
-            told.aggregate(n=ibis._.count()).mutate(what=ibis.literal("t")),
-            labels.aggregate(n=ibis._.count()).mutate(what=ibis.literal("l")),
+        per_row = told.group_by(EXAMPLE).aggregate(values=told.value.nunique())
+        counted = {
+            "told": told,
+            "labels": labels,
+            "unknown": settled.anti_join(log, EXAMPLE),
+            "late": joined.filter(joined.received > joined.time + spec.data.label_horizon),
+            "conflicting": per_row.filter(per_row["values"] > 1),
+        }
+        sizes = ibis.union(
+            *(t.aggregate(n=t.count()).mutate(what=ibis.literal(w)) for w, t in counted.items())
         )
-        numbers = {row["what"]: row["n"] for row in counts.to_pyarrow().to_pylist()}
+        numbers = {row["what"]: row["n"] for row in sizes.to_pyarrow().to_pylist()}
         versions = [_version(row) for row in found.to_pyarrow().to_pylist()]
     finally:
         connection.disconnect()
     return Quality(
-        {one.version: one for one in versions}, numbers["u"], numbers["t"] - numbers["l"]
+        {one.version: one for one in versions},
+        unknown=numbers["unknown"],
+        duplicates=numbers["told"] - numbers["labels"],
+        late=numbers["late"],
+        conflicting=numbers["conflicting"],
     )
 
 

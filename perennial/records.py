@@ -139,7 +139,7 @@ class Manifest(_Record):
 
     kind: str = Field(
         description="collected | validation | snapshot | checkpoint | evaluation | export | "
-        "version | release"
+        "version | release | batch"
     )
     model: str
     id: str

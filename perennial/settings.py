@@ -93,6 +93,10 @@ class Settings(BaseModel):
     )
     canary_replicas: str = Field("", description="The same of the canary pool.")
     labels_port: int = Field(9010, ge=1, le=65535, description="gRPC intake of labels.")
+    labels_rest_port: int = Field(9015, ge=1, le=65535, description="REST intake of labels.")
+    labels_key_file: str = Field(
+        "", description="API keys of the label intake; empty: anybody, on loopback only."
+    )
     recorder_metrics_port: int = Field(9011, ge=1, le=65535)
     labels_metrics_port: int = Field(9012, ge=1, le=65535)
     exporter_port: int = Field(9013, ge=1, le=65535, description="Quality and ledger metrics.")

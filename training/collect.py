@@ -2,6 +2,9 @@
 
 One Ibis expression over the two logs (DuckDB here). Everything that does not join is counted, so
 that a leak in the feedback is seen before it is trained on.
+
+Labels are taken as they were known at a moment (`known_at`): a correction that came later changes
+nothing, and `rebuild` gives the same rows again.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import pyarrow.parquet as pq
 
 from perennial.durations import format_duration
 from perennial.errors import Conflict, Permanent
+from perennial.query import EXAMPLE, known_labels, latest_labels
 from perennial.records import Manifest
 from perennial.spec import ModelSpec
 from perennial.store import Store, is_published, publishing, read_manifest
@@ -27,6 +31,8 @@ log = logging.getLogger(__name__)
 
 ARMS = ("stable", "canary", "history")
 ROWS_FILE = "rows.parquet"
+SETTLE = timedelta(seconds=2)
+"""How long a label may take from `received` until every reader sees its file."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,13 @@ class CollectResult:
             request_id, row, key_hash, time, arm, version, score, `feature_<name>` and `label`.
         rows: examples in it: the newest `training.window.max_rows` of `joined`.
         counts: matured `predictions`, distinct `labels`, `joined`, `unlabelled` (predictions
-            without a label), `unknown` (labels of no known prediction), `duplicates` (labels
-            beyond the first of an example), `conflicting` (examples whose labels differ),
-            `duplicate_predictions`, `immature` (younger than the label horizon).
+            without a label), `late` (joined, but the label came after the horizon), `unknown`
+            (labels older than the horizon, of no known prediction), `unmatched` (the same, but
+            younger: the record may still come), `future` (labels received, but dated ahead),
+            `duplicates` (labels beyond the first of an example), `conflicting` (examples whose
+            labels differ), `duplicate_predictions`, `immature` (younger than the label horizon).
         first, last: time of the oldest and the newest example.
+        known_at: the labels are those that were known then.
         shuffled: labels were permuted on purpose (a drill).
     """
 
@@ -50,6 +59,7 @@ class CollectResult:
     counts: dict[str, int]
     first: datetime
     last: datetime
+    known_at: datetime
     shuffled: bool
 
 
@@ -59,13 +69,15 @@ def collect(
     episode_id: str,
     *,
     now: datetime,
+    known_at: datetime | None = None,
     shuffle_labels: bool = False,
 ) -> CollectResult:
     """Publishes `runs/<episode>/collected`; returns what is published when it is already there.
 
     Args:
-        now: an aware time; a row is matured when `time <= now - label_horizon`, and labels that
-            came later than `now` are not seen.
+        now: an aware time; a row is matured when `time <= now - label_horizon`.
+        known_at: an aware time; labels and corrections that came later are not seen. None:
+            `SETTLE` before `now`.
         shuffle_labels: permutes the labels of the rows to train on: a deliberate fault for drills,
             recorded in the facts.
 
@@ -75,7 +87,8 @@ def collect(
     target = store.run(spec.name, episode_id) / "collected"
     if is_published(target):
         return _result(target, read_manifest(target))
-    counts, table = _join(spec, store, now)
+    known_at = now - SETTLE if known_at is None else known_at
+    counts, table = _join(spec, store, now, known_at)
     numbers = ", ".join(f"{count} {name}" for name, count in counts.items())
     horizon = format_duration(spec.data.label_horizon)
     if table.num_rows == 0:
@@ -99,13 +112,7 @@ def collect(
         )
     if shuffle_labels:
         log.warning("%s %s: the labels are shuffled on purpose", spec.name, episode_id)
-        seed = int.from_bytes(hashlib.sha256(episode_id.encode()).digest()[:8], "big")
-        # The newest rows, which become the holdout, keep theirs: the gate judges on the truth.
-        trained_on = int(table.num_rows * (1 - spec.training.holdout_fraction))
-        order = np.arange(table.num_rows)
-        np.random.default_rng(seed).shuffle(order[:trained_on])
-        place = table.column_names.index("label")
-        table = table.set_column(place, "label", table["label"].take(order))
+        table = _shuffled(spec, table, episode_id)
     try:
         with publishing(target, kind="collected", model=spec.name, id=episode_id) as (
             folder,
@@ -117,6 +124,7 @@ def collect(
                 rows=table.num_rows,
                 counts=counts,
                 now=now.astimezone(UTC).isoformat(),
+                known_at=known_at.astimezone(UTC).isoformat(),
                 first=times[0].as_py().isoformat(),
                 last=times[-1].as_py().isoformat(),
                 shuffled_labels=shuffle_labels,
@@ -135,16 +143,55 @@ def _result(target: Path, manifest: Manifest) -> CollectResult:
         counts=facts["counts"],
         first=datetime.fromisoformat(facts["first"]),
         last=datetime.fromisoformat(facts["last"]),
+        # Artifacts of older versions saw the labels of `now`.
+        known_at=datetime.fromisoformat(facts.get("known_at", facts["now"])),
         shuffled=facts["shuffled_labels"],
     )
 
 
-def _join(spec: ModelSpec, store: Store, now: datetime) -> tuple[dict[str, int], pa.Table]:
+def rebuild(spec: ModelSpec, store: Store, episode_id: str) -> pa.Table:
+    """The rows of `runs/<episode>/collected` made again from the logs, as they were known then.
+
+    They equal the published rows while the spec and the predictions in the log are the same, also
+    after labels were corrected or came late.
+
+    Raises:
+        Permanent: `store.unpublished`, when the episode collected nothing; `collect.spec`, when
+            the model's specification has changed since.
+    """
+    facts = read_manifest(store.run(spec.name, episode_id) / "collected").facts
+    if facts["spec_hash"] != spec.spec_hash:
+        raise Permanent(
+            "collect.spec",
+            f"{spec.name} {episode_id} was collected under spec {facts['spec_hash'][:12]}, "
+            f"model.yaml is {spec.spec_hash[:12]} now",
+            hint="check out the model.yaml of that time to rebuild it",
+        )
+    now = datetime.fromisoformat(facts["now"])
+    known_at = datetime.fromisoformat(facts.get("known_at", facts["now"]))
+    _, table = _join(spec, store, now, known_at)
+    return _shuffled(spec, table, episode_id) if facts["shuffled_labels"] else table
+
+
+def _shuffled(spec: ModelSpec, table: pa.Table, episode_id: str) -> pa.Table:
+    """The same rows with permuted labels; the permutation is the episode's own."""
+    seed = int.from_bytes(hashlib.sha256(episode_id.encode()).digest()[:8], "big")
+    # The newest rows, which become the holdout, keep theirs: the gate judges on the truth.
+    trained_on = int(table.num_rows * (1 - spec.training.holdout_fraction))
+    order = np.arange(table.num_rows)
+    np.random.default_rng(seed).shuffle(order[:trained_on])
+    place = table.column_names.index("label")
+    return table.set_column(place, "label", table["label"].take(order))
+
+
+def _join(
+    spec: ModelSpec, store: Store, now: datetime, known_at: datetime
+) -> tuple[dict[str, int], pa.Table]:
     """The counts, and the newest joined rows, the oldest first."""
     window, horizon = spec.training.window, spec.data.label_horizon
     oldest = now - window.max_age if window.max_age is not None else None
     prediction_files = _files(store.predictions(spec.name), oldest, now)
-    label_files = _files(store.labels(spec.name), oldest, now)
+    label_files = _files(store.labels(spec.name), oldest, known_at)
     if not prediction_files or not label_files:
         return {"prediction_files": len(prediction_files), "label_files": len(label_files)}, (
             pa.table({})
@@ -157,22 +204,22 @@ def _join(spec: ModelSpec, store: Store, now: datetime) -> tuple[dict[str, int],
         options: dict[str, Any] = {"hive_partitioning": False, "union_by_name": True}
         asked = connection.read_parquet(prediction_files, table_name="asked", **options)
         told = connection.read_parquet(label_files, table_name="told", **options)
-        key = ["request_id", "row"]
+        key = EXAMPLE
 
         # A shadow's record has the ids of the call that it mirrors; it was nobody's answer.
         seen = asked.filter(asked.arm.isin(ARMS))
         if oldest is not None:
             seen = seen.filter(seen.time >= oldest)
         matured = seen.filter(seen.time <= now - horizon)
-        first = ibis.row_number().over(group_by=key, order_by=matured.time)
+        first = ibis.row_number().over(
+            group_by=key, order_by=[matured.time, matured.arm, matured.version]
+        )
         predictions = matured.mutate(nth=first).filter(lambda t: t.nth == 0).drop("nth")
 
-        told = told.filter(told.received <= now, told.value.notnull())
-        newest = ibis.row_number().over(
-            group_by=key, order_by=[ibis.desc(told.received), ibis.desc(told.time)]
-        )
-        labels = told.mutate(nth=newest).filter(lambda t: t.nth == 0)
-        labels = labels.select(*key, label="value")
+        received = told.filter(told.received <= known_at, told.value.notnull())
+        told = known_labels(told, known_at)
+        labels = latest_labels(told).select(*key, "received", label="value")
+        orphans = labels.anti_join(asked, key)
 
         joined = predictions.join(labels, key)
         per_example = told.group_by(key).aggregate(values=told.value.nunique())
@@ -183,7 +230,10 @@ def _join(spec: ModelSpec, store: Store, now: datetime) -> tuple[dict[str, int],
             "told": told,
             "labels": labels,
             "joined": joined,
-            "unknown": labels.anti_join(asked, key),
+            "late": joined.filter(joined.received > joined.time + horizon),
+            "orphans": orphans,
+            "unknown": orphans.filter(orphans.received <= known_at - horizon),
+            "received": received,
             "conflicting": per_example.filter(per_example["values"] > 1),
         }
         sizes = ibis.union(
@@ -195,7 +245,10 @@ def _join(spec: ModelSpec, store: Store, now: datetime) -> tuple[dict[str, int],
             "labels": raw["labels"],
             "joined": raw["joined"],
             "unlabelled": raw["predictions"] - raw["joined"],
+            "late": raw["late"],
             "unknown": raw["unknown"],
+            "unmatched": raw["orphans"] - raw["unknown"],
+            "future": raw["received"] - raw["told"],
             "duplicates": raw["told"] - raw["labels"],
             "conflicting": raw["conflicting"],
             "duplicate_predictions": raw["matured"] - raw["predictions"],

@@ -74,7 +74,7 @@ def validate(spec: ModelSpec, store: Store, episode_id: str) -> ValidationResult
             return _result(target)
 
     collected = store.run(spec.name, episode_id) / "collected"
-    verify(collected)
+    known_at = verify(collected).facts.get("known_at")
     rows = pq.read_table(collected / ROWS_FILE)
     checks, page = _run_suite(spec, rows)
 
@@ -116,7 +116,7 @@ def validate(spec: ModelSpec, store: Store, episode_id: str) -> ValidationResult
             id=episode_id,
             parents={"collected": episode_id},
         ) as (folder, facts):
-            facts.update(_content(result), spec_hash=spec.spec_hash)
+            facts.update(_content(result), spec_hash=spec.spec_hash, known_at=known_at)
             if not critical:
                 train, holdout = snapshot.split(good, spec.training.holdout_fraction)
                 facts.update(snapshot.write_rows(folder, spec, train, holdout))

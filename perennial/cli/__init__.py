@@ -66,9 +66,9 @@ def cli() -> None: ...
 
 def main() -> None:
     """Runs the command line; errors become one message and their exit code."""
-    from perennial.cli import operate, show, stack
+    from perennial.cli import batch, operate, show, stack
 
-    for module in (show, operate, stack):
+    for module in (show, operate, batch, stack):
         for command in module.COMMANDS:
             cli.add_command(command)
     try:

@@ -131,6 +131,7 @@ class Stack:
             "Prometheus": f"http://{host}:{settings.prometheus_port}",
             "Predictions (gRPC and REST)": f"{settings.router_bind or host}:{settings.router_port}",
             "Labels (gRPC)": f"{host}:{settings.labels_port}",
+            "Labels (REST)": f"http://{host}:{settings.labels_rest_port}",
             "Envoy admin": f"http://{settings.router_admin_host}:{settings.router_admin_port}",
         }
 

@@ -126,6 +126,7 @@ class Replay:
         self.stopping = asyncio.Event()
         self._target = f"{settings.bind}:{settings.router_port}"
         self._labels_target = f"{settings.bind}:{settings.labels_port}"
+        self._labels_metadata = _labels_metadata(settings)
         self._pending: list[_Pending] = []
         # The replay's clock: (round, scheduled departure of the newest call). A new part or a new
         # pass over it is a new round, so that a jump back in time strands no label.
@@ -280,7 +281,9 @@ class Replay:
                     model=self.spec.name, source="replay", labels=labels
                 )
                 try:
-                    answer = await stub.RecordLabels(message, timeout=TIMEOUT_S)
+                    answer = await stub.RecordLabels(
+                        message, timeout=TIMEOUT_S, metadata=self._labels_metadata
+                    )
                     self.stats.labels_sent += answer.accepted + answer.duplicates
                     self.stats.labels_failed += len(answer.rejected)
                 except grpc.aio.AioRpcError as error:
@@ -307,6 +310,14 @@ class Replay:
     def final(self, path: Path) -> None:
         """Writes the stats of the whole run, once everything was sent."""
         write_atomic(path, json.dumps({**self.stats.document(), "ended": True}).encode())
+
+
+def _labels_metadata(settings: Settings) -> tuple[tuple[str, str], ...]:
+    if not settings.labels_key_file:
+        return ()
+    from serving.access import first_key
+
+    return (("x-api-key", first_key(Path(settings.labels_key_file))),)
 
 
 def main() -> int:

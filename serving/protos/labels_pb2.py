@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bserving/protos/labels.proto\x12\x13perennial.labels.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"a\n\x05Label\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03row\x18\x02 \x01(\x05\x12\r\n\x05value\x18\x03 \x01(\x01\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"`\n\x13RecordLabelsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12*\n\x06labels\x18\x03 \x03(\x0b\x32\x1a.perennial.labels.v1.Label\")\n\x08Rejected\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\"m\n\x14RecordLabelsResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x05\x12\x12\n\nduplicates\x18\x02 \x01(\x05\x12/\n\x08rejected\x18\x03 \x03(\x0b\x32\x1d.perennial.labels.v1.Rejected2s\n\x0cLabelService\x12\x63\n\x0cRecordLabels\x12(.perennial.labels.v1.RecordLabelsRequest\x1a).perennial.labels.v1.RecordLabelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bserving/protos/labels.proto\x12\x13perennial.labels.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"a\n\x05Label\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03row\x18\x02 \x01(\x05\x12\r\n\x05value\x18\x03 \x01(\x01\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"`\n\x13RecordLabelsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12*\n\x06labels\x18\x03 \x03(\x0b\x32\x1a.perennial.labels.v1.Label\")\n\x08Rejected\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x90\x01\n\x14RecordLabelsResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x05\x12\x12\n\nduplicates\x18\x02 \x01(\x05\x12/\n\x08rejected\x18\x03 \x03(\x0b\x32\x1d.perennial.labels.v1.Rejected\x12\x11\n\tconflicts\x18\x04 \x01(\x05\x12\x0e\n\x06\x66uture\x18\x05 \x01(\x05\x32s\n\x0cLabelService\x12\x63\n\x0cRecordLabels\x12(.perennial.labels.v1.RecordLabelsRequest\x1a).perennial.labels.v1.RecordLabelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECORDLABELSREQUEST']._serialized_end=280
   _globals['_REJECTED']._serialized_start=282
   _globals['_REJECTED']._serialized_end=323
-  _globals['_RECORDLABELSRESPONSE']._serialized_start=325
-  _globals['_RECORDLABELSRESPONSE']._serialized_end=434
-  _globals['_LABELSERVICE']._serialized_start=436
-  _globals['_LABELSERVICE']._serialized_end=551
+  _globals['_RECORDLABELSRESPONSE']._serialized_start=326
+  _globals['_RECORDLABELSRESPONSE']._serialized_end=470
+  _globals['_LABELSERVICE']._serialized_start=472
+  _globals['_LABELSERVICE']._serialized_end=587
 # @@protoc_insertion_point(module_scope)

@@ -40,11 +40,15 @@ class Rejected(_message.Message):
     def __init__(self, index: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RecordLabelsResponse(_message.Message):
-    __slots__ = ("accepted", "duplicates", "rejected")
+    __slots__ = ("accepted", "duplicates", "rejected", "conflicts", "future")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     DUPLICATES_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
+    CONFLICTS_FIELD_NUMBER: _ClassVar[int]
+    FUTURE_FIELD_NUMBER: _ClassVar[int]
     accepted: int
     duplicates: int
     rejected: _containers.RepeatedCompositeFieldContainer[Rejected]
-    def __init__(self, accepted: _Optional[int] = ..., duplicates: _Optional[int] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ...) -> None: ...
+    conflicts: int
+    future: int
+    def __init__(self, accepted: _Optional[int] = ..., duplicates: _Optional[int] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., conflicts: _Optional[int] = ..., future: _Optional[int] = ...) -> None: ...

@@ -46,6 +46,7 @@ class LabelServiceServicer:
 
     def RecordLabels(self, request, context):
         """Takes a batch of labels; OK means that they are on disk. Sending the same label again is harmless.
+        Where API keys are set, the metadata has `authorization: Bearer KEY` or `x-api-key: KEY`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from perennial.query import EXAMPLE, known_labels, latest_labels
 from perennial.records import LABEL_SCHEMA, prediction_schema
 from perennial.spec import ModelSpec
 from serving.release.evidence import CELLS_SCHEMA, TICKS_SCHEMA, Evidence, StageWindow
@@ -123,8 +124,7 @@ def _rows(
         ),
         "time",
     )
-    y = _newest(labels.filter(labels.received <= now), "received")
-    y = y.select("request_id", "row", "value")
+    y = latest_labels(known_labels(labels, now)).select(*EXAMPLE, "value")
     joined = p.left_join(y, ["request_id", "row"]).drop("request_id_right", "row_right")
     stage = ibis.cases(
         *(

@@ -13,12 +13,14 @@ PROGRAM = """
 import json, sys
 from airflow.dag_processing.dagbag import DagBag
 bag = DagBag(dag_folder=sys.argv[1])
-heavy = ["tensorflow", "keras", "great_expectations", "mlflow", "ibis", "duckdb", "scipy"]
+heavy = ["tensorflow", "keras", "great_expectations", "mlflow", "ibis", "duckdb", "scipy",
+         "apache_beam"]
 print("ANSWER" + json.dumps({
     "errors": bag.import_errors,
     "heavy": [name for name in heavy if name in sys.modules],
     "dags": {d: {t.task_id: sorted(t.downstream_task_ids) for t in dag.tasks}
              for d, dag in bag.dags.items()},
+    "params": {d: sorted(dag.params) for d, dag in bag.dags.items()},
     "max_active_runs": {d: dag.max_active_runs for d, dag in bag.dags.items()},
 }))
 """
@@ -65,7 +67,7 @@ def test_no_import_error_and_nothing_heavy(parsed):
 
 
 def test_a_new_folder_gives_new_dags(parsed):
-    kinds = ("watch", "retrain", "release")
+    kinds = ("watch", "retrain", "release", "batch_predict")
     assert set(parsed["dags"]) == {
         *(f"{model}.{kind}" for model in ("flights", "second") for kind in kinds),
         "perennial.housekeeping",
@@ -100,5 +102,10 @@ def test_a_bad_model_yaml_is_an_import_error_that_carries_the_fix(tmp_path):
     text = (REPOSITORY / "models" / "flights" / "model.yaml").read_text()
     (folder / "model.yaml").write_text(text.replace("owner:", "ownr:"))
     errors = parse(tmp_path, tmp_path / "models")["errors"]
-    assert len(errors) == 3
+    assert len(errors) == 4
     assert all("did you mean 'owner'?" in text for text in errors.values())
+
+
+def test_the_batch_asks_for_its_files(parsed):
+    assert parsed["dags"]["flights.batch_predict"] == {"predict": []}
+    assert parsed["params"]["flights.batch_predict"] == ["input", "output", "version"]

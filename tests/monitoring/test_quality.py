@@ -105,6 +105,19 @@ def test_of_labels_that_came_twice_the_last_received_counts(spec: ModelSpec, sto
     assert found.duplicates == 1
 
 
+def test_a_window_is_judged_by_what_was_known_at_a_moment(spec: ModelSpec, store: Store) -> None:
+    """A late correction changes today's view of the window, and not that of then."""
+    write_log(spec, store, [Row("r", 0.9, 0.0, MATURED), Row("late", 0.5, None, MATURED)], NOW)
+    told = NOW - MATURED + timedelta(minutes=90)
+    write_labels(spec, store, [("r", 1.0, told), ("late", 1.0, told)])
+    then = measure(spec, store, window=WINDOW, now=NOW)
+    assert (then.versions[1].labelled, then.versions[1].base_rate) == (1, 0.0)
+    assert (then.late, then.conflicting) == (0, 0)
+    since = measure(spec, store, window=WINDOW, now=NOW, known_at=told)
+    assert (since.versions[1].labelled, since.versions[1].base_rate) == (2, 1.0)
+    assert (since.late, since.conflicting, since.duplicates) == (2, 1, 1)
+
+
 def test_a_prediction_that_was_logged_twice_counts_once(spec: ModelSpec, store: Store) -> None:
     for _ in range(2):
         write_log(spec, store, [Row("r", 0.9, 1.0, MATURED)], NOW)

@@ -23,7 +23,14 @@ from perennial.settings import Settings
 from perennial.spec import ModelSpec
 from perennial.states import State
 from perennial.store import Store, publishing
-from tests.support.monitoring import Row, crown, prometheus_binary, prometheus_of, write_log
+from tests.support.monitoring import (
+    Row,
+    crown,
+    prometheus_binary,
+    prometheus_of,
+    write_labels,
+    write_log,
+)
 from tests.support.traffic import add_model, eventually, make_settings, metric, python_module
 
 __all__ = ["prometheus_binary"]
@@ -191,6 +198,8 @@ def test_the_exporters_process(
         [Row(f"r{n}", 0.5, 1.0, AGE, version=version) for n in range(10)],
         datetime.now(UTC),
     )
+    # A correction, after the label horizon.
+    write_labels(spec, Store(settings.store), [("r0", 0.0, datetime.now(UTC))])
     with python_module(settings, "monitoring.exporter") as process:
         own = {"model": "exported", "version": str(version)}
 
@@ -200,6 +209,8 @@ def test_the_exporters_process(
         eventually(lambda: get("perennial_model_info", **own) == 1, "it measures", 60, 0.2)
         assert get("perennial_baseline", model="exported", metric="log_loss") == 0.4
         assert get("perennial_quality_labelled_rows", threshold="quality", **own) == 10
+        for counted in ("late", "conflicting", "repeated"):
+            assert get(f"perennial_labels_{counted}", model="exported", threshold="quality") == 1
         assert get("perennial_quality", metric="log_loss", **own) == pytest.approx(0.6931, abs=1e-4)
         assert 0 <= (get("perennial_staleness_seconds", model="exported") or -1) < 300
         assert get("perennial_exporter_errors_total", model="exported") == 0

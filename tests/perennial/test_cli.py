@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+IN_OUT = ("--input", "nothing.csv", "--output", "out", "--json")
 
 
 @pytest.fixture
@@ -53,6 +54,8 @@ def test_check_names_what_is_wrong(perennial, tmp_path):
         (("explain", "nope", "--json"), "postgres.down", 3),
         (("retrain", "flights", "--reason", "x", "--json"), "airflow.password", 4),
         (("retrain", "nope", "--reason", "x", "--json"), "spec.missing", 2),
+        (("batch-predict", "nope", *IN_OUT), "spec.missing", 2),
+        (("batch-predict", "flights", *IN_OUT), "postgres.down", 3),
     ],
 )
 def test_an_error_is_one_document_with_a_hint(perennial, arguments, code, exit_code):

@@ -19,10 +19,11 @@ from prometheus_client import CollectorRegistry
 from perennial.errors import Retryable
 from perennial.records import LABEL_SCHEMA
 from perennial.settings import Settings
-from perennial.spec import load_specs
 from perennial.store import Store
-from serving import labels as intake_module
-from serving.labels import Intake, Label, Metrics
+from serving import intake as intake_module
+from serving.inbox import Label
+from serving.intake import Intake, Metrics, Models, Taken
+from serving.labels import MAX_MESSAGE_BYTES
 from serving.protos import labels_pb2 as pb
 from serving.protos import labels_pb2_grpc as pb_grpc
 from tests.support.traffic import (
@@ -122,10 +123,20 @@ def test_the_same_label_again_is_counted_and_not_written(service: Labels) -> Non
 def test_a_label_that_contradicts_is_counted_and_kept(service: Labels) -> None:
     service.send(label("conflict-1", 1.0))
     before = service.metric("conflicts_total")
-    assert service.send(label("conflict-1", 0.0)).accepted == 1
+    answer = service.send(label("conflict-1", 0.0))
+    assert (answer.accepted, answer.conflicts) == (1, 1)
     assert service.metric("conflicts_total") == before + 1
     values = sorted(service.rows_of("conflict-1"), key=lambda row: row["received"])
     assert [row["value"] for row in values] == [1.0, 0.0]
+
+
+def test_a_label_that_is_dated_ahead_is_counted_and_kept(service: Labels) -> None:
+    ahead = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
+    before = service.metric("future_total")
+    answer = service.send(label("future-1", time=at(ahead)), label("future-2"))
+    assert (answer.accepted, answer.future) == (2, 1)
+    assert service.metric("future_total") == before + 1
+    assert service.rows_of("future-1")[0]["time"] == ahead
 
 
 def test_each_bad_label_is_refused_with_its_reason_and_the_good_ones_are_taken(
@@ -136,7 +147,6 @@ def test_each_bad_label_is_refused_with_its_reason_and_the_good_ones_are_taken(
         label("bad-1", math.nan),
         label("bad-1", 0.5),
         label("bad-1", row=-1),
-        label("bad-1", time=at(datetime.now(UTC) + timedelta(hours=1))),
         label("bad-1", time=Timestamp(seconds=10**15)),
         label("x" * 201),
         label("good-1"),
@@ -147,9 +157,8 @@ def test_each_bad_label_is_refused_with_its_reason_and_the_good_ones_are_taken(
         (1, "not_finite"),
         (2, "not_binary"),
         (3, "row"),
-        (4, "future"),
-        (5, "future"),
-        (6, "request_id"),
+        (4, "time"),
+        (5, "request_id"),
     ]
     assert service.rows_of("bad-1") == []
 
@@ -161,10 +170,32 @@ def test_a_model_that_is_not_under_care_is_not_found(service: Labels) -> None:
     assert "trips" in error.value.details()
 
 
+def test_a_model_that_is_added_needs_no_restart(service: Labels) -> None:
+    broken = service.settings.models_dir / "broken"
+    broken.mkdir()
+    (broken / "model.yaml").write_text("version: 1")
+    add_model(service.settings, "later")
+    eventually(lambda: _accepted(service, "later") == 1, "labels of the new model are taken")
+    rows = log_rows(Store(service.settings.store).labels("later"))
+    assert [row["request_id"] for row in rows] == ["added"]
+    assert _accepted(service, "broken") is None
+
+
+def _accepted(service: Labels, model: str) -> int | None:
+    try:
+        return service.send(label("added"), model=model).accepted
+    except grpc.RpcError:
+        return None
+
+
 def test_a_call_that_is_too_large_is_refused(service: Labels) -> None:
     with pytest.raises(grpc.RpcError) as error:
         service.send(*[label("r")] * 10_001)
     assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.RpcError) as error:
+        service.send(label("r" * MAX_MESSAGE_BYTES))
+    assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert service.rows_of("r") == []
 
 
 def test_concurrent_calls_share_a_file(service: Labels) -> None:
@@ -284,7 +315,7 @@ def test_more_than_can_wait_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(intake_module, "write_parquet", slow)
     store, registry = Store(settings.store), CollectorRegistry()
-    intake = Intake(store, load_specs(settings.models_dir), Metrics(registry))
+    intake = Intake(store, Models(settings.models_dir), Metrics(registry))
     try:
         waiting = [intake.submit("trips", "s", [Label("first", 0, 1.0)])]
         assert still.wait(10)
@@ -300,11 +331,73 @@ def test_more_than_can_wait_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     assert registry.get_sample_value("perennial_labels_overflows_total") == 1
 
 
+def test_more_labels_than_memory_is_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few calls, many labels: they wait for the disk up to a bound, and are let go after it."""
+    settings = make_settings(tmp_path)
+    add_model(settings)
+    still, go = threading.Event(), threading.Event()
+    write = intake_module.write_parquet
+
+    def slow(table: pa.Table, path: Path) -> None:
+        still.set()
+        assert go.wait(20)
+        write(table, path)
+
+    monkeypatch.setattr(intake_module, "write_parquet", slow)
+    monkeypatch.setattr(intake_module, "MAX_PENDING_LABELS", 10)
+    models, metrics = Models(settings.models_dir), Metrics(CollectorRegistry())
+    intake = Intake(Store(settings.store), models, metrics)
+
+    def call(name: str, labels: int) -> futures.Future[Taken]:
+        return intake.submit("trips", "s", [Label(f"{name}-{n}", 0, 1.0) for n in range(labels)])
+
+    try:
+        first = call("first", 6)
+        assert still.wait(10)
+        with pytest.raises(Retryable, match="10 labels wait for the disk"):
+            call("too-many", 5)
+        second = call("second", 4)
+        go.set()
+        assert (first.result(20).accepted, second.result(20).accepted) == (6, 4)
+        eventually(lambda: intake._waiting == 0, "nothing waits")
+        assert call("again", 10).result(20).accepted == 10
+    finally:
+        go.set()
+        intake.close()
+
+
+def test_the_window_is_bounded_and_holds_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that can't be read, one with more rows than the window: what is newest is known."""
+    settings = make_settings(tmp_path)
+    add_model(settings)
+    store = Store(settings.store)
+
+    def taken(names: list[str]) -> Taken:
+        intake = Intake(store, Models(settings.models_dir), Metrics(CollectorRegistry()))
+        try:
+            assert len(intake._known) <= 5
+            labels = [Label(name, 0, 1.0) for name in names]
+            return intake.submit("trips", "s", labels).result(10)
+        finally:
+            intake.close()
+
+    monkeypatch.setattr(intake_module, "_WINDOW", 5)
+    assert taken([f"r{n}" for n in range(20)]).accepted == 20
+    folder = next(store.labels("trips").glob("date=*/hour=*"))
+    (folder / "broken.parquet").write_text("no parquet")
+    assert taken(["r19", "r15"]).duplicates == 2
+    assert taken(["r0"]).accepted == 1
+
+
 def test_a_disk_that_fails_is_said_and_the_label_can_be_sent_again(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     add_model(settings)
     store = Store(settings.store)
-    intake = Intake(store, load_specs(settings.models_dir), Metrics(CollectorRegistry()))
+    intake = Intake(store, Models(settings.models_dir), Metrics(CollectorRegistry()))
     try:
         store.labels("trips").parent.mkdir(parents=True)
         store.labels("trips").write_text("in the way")
@@ -314,6 +407,31 @@ def test_a_disk_that_fails_is_said_and_the_label_can_be_sent_again(tmp_path: Pat
         assert intake.submit("trips", "s", [Label("r", 0, 1.0)]).result(10).accepted == 1
     finally:
         intake.close()
+
+
+def test_a_clock_that_steps_back_keeps_the_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A correction is always received after what it corrects: the join takes the newest."""
+    settings = make_settings(tmp_path)
+    add_model(settings)
+    store = Store(settings.store)
+    moments = [datetime(2030, 1, 1, 12, tzinfo=UTC), datetime(2030, 1, 1, 11, tzinfo=UTC)]
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+            return moments.pop(0) if len(moments) > 1 else moments[0]
+
+    monkeypatch.setattr(intake_module, "datetime", Clock)
+    intake = Intake(store, Models(settings.models_dir), Metrics(CollectorRegistry()))
+    try:
+        for value in (1.0, 0.0):
+            intake.submit("trips", "s", [Label("r", 0, value)]).result(10)
+    finally:
+        intake.close()
+    rows = sorted(log_rows(store.labels("trips")), key=lambda row: row["received"])
+    assert [row["value"] for row in rows] == [1.0, 0.0]
 
 
 def test_the_log_has_the_schema_of_the_records(service: Labels) -> None:

@@ -85,6 +85,7 @@ _PORTS = [
     "canary_port",
     "canary_rest_port",
     "labels_port",
+    "labels_rest_port",
     "recorder_metrics_port",
     "labels_metrics_port",
     "exporter_port",

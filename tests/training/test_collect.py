@@ -20,7 +20,7 @@ from tests.support.training import (
     write_model,
     write_predictions,
 )
-from training.collect import ROWS_FILE, collect
+from training.collect import ROWS_FILE, SETTLE, collect, rebuild
 from training.history import import_history
 
 NOW = START + timedelta(days=1)
@@ -52,7 +52,7 @@ def test_every_way_a_label_can_go_wrong_is_counted(spec: ModelSpec, store: Store
             {"request_id": "young", "time": NOW - HOUR / 2},
         ],
     )
-    later, latest = START + HOUR, START + 2 * HOUR
+    later, latest = START + HOUR / 2, START + 2 * HOUR
     write_labels(
         spec,
         store,
@@ -67,15 +67,20 @@ def test_every_way_a_label_can_go_wrong_is_counted(spec: ModelSpec, store: Store
             {"request_id": "nobody", "value": 1.0, "time": later},
             {"request_id": "young", "value": 1.0, "time": NOW - HOUR / 4},
             {"request_id": "silent", "value": 1.0, "time": later, "received": NOW + HOUR},
+            {"request_id": "recorder-lags", "value": 1.0, "time": NOW - HOUR / 2},
+            {"request_id": "silent", "value": 1.0, "time": NOW + HOUR, "received": later},
         ],
     )
     result = collect(spec, store, "e1", now=NOW)
     assert result.counts == {
         "predictions": 6,
-        "labels": 7,
+        "labels": 8,
         "joined": 5,
         "unlabelled": 1,
+        "late": 2,
         "unknown": 1,
+        "unmatched": 1,
+        "future": 1,
         "duplicates": 2,
         "conflicting": 1,
         "duplicate_predictions": 0,
@@ -90,6 +95,58 @@ def test_every_way_a_label_can_go_wrong_is_counted(spec: ModelSpec, store: Store
         ("contradicted", 0): 0.0,
     }
     assert "shadow" not in {r["arm"] for r in rows}
+
+
+def test_a_collection_is_rebuilt_as_it_was_known_then(spec: ModelSpec, store: Store) -> None:
+    """Corrections, late and new labels change what is known now, never what was known then."""
+    noon = START + 12 * HOUR
+    write_predictions(
+        spec, store, [{"request_id": f"r{n}", "time": START + n * HOUR / 60} for n in range(40)]
+    )
+    told = [{"request_id": f"r{n}", "value": float(n % 2), "time": START + HOUR} for n in range(30)]
+    write_labels(spec, store, told)
+    then = collect(spec, store, "then", now=noon)
+    drill = collect(spec, store, "drill", now=noon, shuffle_labels=True)
+    assert (then.rows, then.known_at) == (30, noon - SETTLE)
+    assert read_manifest(then.path).facts["known_at"] == (noon - SETTLE).isoformat()
+
+    corrected = [{**told[0], "value": 1.0}, {**told[1], "value": 0.0, "source": "audit"}]
+    late = [{"request_id": f"r{n}", "value": 1.0, "time": START + HOUR} for n in range(30, 40)]
+    write_labels(spec, store, [{**one, "received": noon + HOUR} for one in corrected + late])
+
+    for result in (then, drill):
+        again = rebuild(spec, store, result.path.parent.name)
+        assert again.equals(pq.read_table(result.path / ROWS_FILE))
+    by_hand = collect(spec, store, "by-hand", now=noon, known_at=then.known_at)
+    assert by_hand.counts == then.counts
+    assert (by_hand.path / ROWS_FILE).read_bytes() == (then.path / ROWS_FILE).read_bytes()
+
+    now = collect(spec, store, "now", now=noon, known_at=noon + 2 * HOUR)
+    rows = pq.read_table(now.path / ROWS_FILE)
+    labels = dict(zip(rows["request_id"].to_pylist(), rows["label"].to_pylist(), strict=True))
+    assert (now.rows, now.counts["conflicting"]) == (40, 2)
+    assert (labels["r0"], labels["r1"], labels["r39"]) == (1.0, 0.0, 1.0)
+
+
+def test_a_label_that_is_dated_ahead_counts_from_its_time_on(spec: ModelSpec, store: Store) -> None:
+    write_predictions(spec, store, [{"request_id": "a", "time": START}])
+    ahead = {"request_id": "a", "value": 1.0, "time": NOW + HOUR, "received": START + HOUR}
+    write_labels(spec, store, [ahead])
+    with pytest.raises(Permanent, match="1 future") as caught:
+        collect(spec, store, "e1", now=NOW)
+    assert caught.value.code == "collect.no_matured_labels"
+    assert collect(spec, store, "e1", now=NOW, known_at=NOW + HOUR).rows == 1
+
+
+def test_a_rebuild_under_another_spec_is_refused(
+    tmp_path: Path, spec: ModelSpec, store: Store
+) -> None:
+    import_history(spec, store, clicks(50), secret=SECRET)
+    collect(spec, store, "e1", now=NOW)
+    other = write_model(tmp_path / "other", training={"min_rows": 2})
+    with pytest.raises(Permanent, match="was collected under spec") as caught:
+        rebuild(other, store, "e1")
+    assert caught.value.code == "collect.spec"
 
 
 def test_the_window_takes_the_newest_rows(tmp_path: Path, store: Store) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from perennial.errors import Permanent
 from perennial.spec import ModelSpec
-from perennial.store import Store, is_published, verify
+from perennial.store import Store, is_published, read_manifest, verify
 from tests.support.training import EXPECTATIONS, SECRET, START, clicks, write_model
 from training import snapshot
 from training.collect import ROWS_FILE, collect
@@ -59,7 +59,8 @@ def test_bad_rows_go_to_quarantine_with_reasons_and_the_rest_is_split_by_time(
     (warning,) = result.warnings
     assert warning.startswith("expect_column_values_to_be_between(amount): 2 of 1000 rows")
     assert result.path == store.snapshot("clicks", "e1")
-    verify(result.path)
+    collected = read_manifest(store.run("clicks", "e1") / "collected").facts
+    assert verify(result.path).facts["known_at"] == collected["known_at"]
 
     quarantine = pq.read_table(result.path / snapshot.QUARANTINE).to_pylist()
     second = {(r["time"] - START).seconds: r["reasons"] for r in quarantine}
