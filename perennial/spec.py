@@ -215,6 +215,10 @@ class Release(_Part):
     shadow_percent: int = Field(
         100, ge=0, le=100, description="While shadowing: share of the calls that are mirrored."
     )
+    hedge_after: Duration = Field(
+        timedelta(seconds=1),
+        description="A call that the canary has not answered by then is asked of stable as well.",
+    )
     primary_metric: Literal["log_loss", "brier", "absolute_error"] = "log_loss"
     clip: float = Field(4.0, gt=0, description="Cap of the loss of one row, declared beforehand.")
     objective: Literal["non_inferior", "superior"] = "non_inferior"

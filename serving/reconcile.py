@@ -137,13 +137,22 @@ class Serving:
         return want
 
     def _routing(self, model: str, want: Desired) -> ModelRouting:
-        percent = 0
-        if want.is_shadowed:
-            spec = self._spec
-            if spec is None or spec.name != model:
-                spec = load_spec(self.settings.models_dir / model, self.settings.profile)
-            percent = spec.release.shadow_percent
-        return ModelRouting(want.share, want.salt, percent, _only(want.stable), _only(want.canary))
+        routing = ModelRouting(
+            want.share,
+            want.salt,
+            stable_version=_only(want.stable),
+            canary_version=_only(want.canary),
+        )
+        if not want.canary:
+            return routing
+        spec = self._spec
+        if spec is None or spec.name != model:
+            spec = load_spec(self.settings.models_dir / model, self.settings.profile)
+        return replace(
+            routing,
+            shadow_percent=spec.release.shadow_percent if want.is_shadowed else 0,
+            hedge_after_ms=round(spec.release.hedge_after.total_seconds() * 1e3),
+        )
 
     def _apply(
         self,

@@ -344,6 +344,8 @@ def _pool(arm: str, settings: Settings, *, rest: bool = False) -> dict[str, Any]
     check: dict[str, Any] = {"tcp_health_check": {}} if rest else {"grpc_health_check": {}}
     return {
         **_cluster(name, _addresses(settings, arm, rest), arm, rest),
+        # What waits for a host that hangs is then answered by another.
+        "close_connections_on_host_health_failure": True,
         "health_checks": [
             {
                 "timeout": "1s",

@@ -47,7 +47,7 @@ _LUA = "envoy.filters.http.lua"
 _NO_CAPTURE = {
     _LUA: {"@type": f"{_TYPE}extensions.filters.http.lua.v3.LuaPerRoute", "disabled": True}
 }
-_COUNTS = ("shadow_percent", "stable_version", "canary_version")
+_COUNTS = ("shadow_percent", "stable_version", "canary_version", "hedge_after_ms")
 _ONCE: dict[str, Any] = {
     "num_retries": 1,
     "retry_back_off": {"base_interval": "0.005s"},
@@ -87,6 +87,8 @@ class ModelRouting:
             answer is recorded and given to nobody. Only captured calls are copied.
         stable_version, canary_version: what a pool serves when it serves one version alone; 0 when
             it holds several, or is changing. REST replies name no version: the log has this one.
+        hedge_after_ms: while the canary has a share: a call that isn't answered by then is asked
+            again, of stable, and whoever answers first is heard; 0: never.
 
     Raises:
         Permanent: `router.share`, `router.salt` or `router.shadow`.
@@ -97,6 +99,7 @@ class ModelRouting:
     shadow_percent: int = 0
     stable_version: int = 0
     canary_version: int = 0
+    hedge_after_ms: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1 or (self.share > 0 and self.canary_weight == 0):
@@ -367,7 +370,7 @@ class _Builder:
             route = self._route("forced", model, {"cluster": f"{arm}{suffix}"}, routing)
             routes += self._twins(route, [*headers, forced], captured, rest)
         rewrite = {"pattern": {"regex": "^(.*)$"}, "substitution": f"{routing.salt}:\\1"}
-        split = {
+        split: dict[str, Any] = {
             "weighted_clusters": {
                 "use_hash_policy": True,
                 "clusters": [
@@ -386,6 +389,10 @@ class _Builder:
             ],
             "retry_policy": retry,
         }
+        if routing.share and routing.hedge_after_ms:
+            limit = {"per_try_timeout": f"{routing.hedge_after_ms / 1e3:g}s"}
+            split["retry_policy"] = {**retry, **limit}
+            split["hedge_policy"] = {"hedge_on_per_try_timeout": True}
         route = self._route("split", model, split, routing)
         sampled, unsampled = self._twins(route, headers, captured, rest)
         if routing.shadow_percent:
