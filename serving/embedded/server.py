@@ -14,15 +14,17 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from tensorflow_serving.apis import model_service_pb2_grpc, prediction_service_pb2_grpc
+from tensorflow.core.protobuf import config_pb2
 
 from serving.embedded import config as configs
 from serving.embedded.flags import Flags, channel_options
-from serving.embedded.inference import Core, ModelService, PredictionService
+from serving.embedded.http import Connection
+from serving.embedded.inference import Core
 from serving.embedded.manager import Manager, Options
 from serving.embedded.metrics import Metrics
-from serving.embedded.rest import Connection, Handler
+from serving.embedded.rest import Handler
 from serving.embedded.servable import LoadOptions, Servable
+from serving.embedded.services import ModelService, PredictionService
 from serving.embedded.status import Code, StatusError, invalid
 from serving.embedded.warmup import warm_up
 
@@ -98,12 +100,15 @@ def _configuration(flags: Flags) -> tuple[configs.ModelServerConfig, str]:
 
 
 def _manager(flags: Flags, metrics: Metrics) -> Manager:
-    session_threads = flags.tensorflow_session_parallelism
+    both = flags.tensorflow_session_parallelism
     load_options = LoadOptions(
         tags=tuple(flags.saved_model_tags.split(",")),
-        intra_op=session_threads or flags.tensorflow_intra_op_parallelism,
-        inter_op=session_threads or flags.tensorflow_inter_op_parallelism,
+        session=config_pb2.ConfigProto(
+            intra_op_parallelism_threads=flags.tensorflow_intra_op_parallelism or both,
+            inter_op_parallelism_threads=flags.tensorflow_inter_op_parallelism or both,
+        ),
         check_method_name=flags.enable_signature_method_name_check,
+        on_run=metrics.runs.observe,
     )
     iterations = max(1, flags.num_request_iterations_for_warmup)
 
@@ -114,7 +119,8 @@ def _manager(flags: Flags, metrics: Metrics) -> Manager:
             servable = Servable.load(model, version, folder, load_options)
             if flags.enable_model_warmup:
                 warming = time.perf_counter()
-                if warm_up(servable, folder, iterations=iterations):
+                if records := warm_up(servable, folder, iterations=iterations):
+                    metrics.warmup_records.add(path, "OK", by=records)
                     elapsed_us = (time.perf_counter() - warming) * 1e6
                     metrics.warmup_latency.observe(path, "OK", value=elapsed_us)
         except StatusError:
@@ -158,10 +164,8 @@ async def _start_grpc(
         *channel_options(flags.grpc_channel_arguments),
     ]
     server = grpc.aio.server(options=options)
-    prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server(
-        PredictionService(core, as_content=flags.enable_serialization_as_tensor_content), server
-    )
-    model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(core), server)
+    prediction = PredictionService(core, as_content=flags.enable_serialization_as_tensor_content)
+    server.add_generic_rpc_handlers((prediction.handler(), ModelService(core).handler()))
     health_service = None
     if flags.enable_grpc_healthcheck_service:
         health_service = health.aio.HealthServicer()

@@ -1,0 +1,111 @@
+"""What a session runs: from one list of input tensors to one list of output tensors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from serving.embedded import session as tf_session
+
+# Programs kept per version: one per set of inputs and outputs that clients ask for.
+MAX_PROGRAMS = 64
+# A program that usually answers within this runs on the event loop: a thread would cost more.
+QUICK_RUN_S = 0.002
+# Larger inputs take a thread, however quick smaller ones are.
+QUICK_BYTES = 64 * 1024
+
+
+class Queue(Protocol):
+    """Where requests for one program wait to be run together (batching.py)."""
+
+    def run(
+        self, arrays: Sequence[np.ndarray], timeout_s: float | None
+    ) -> Awaitable[list[np.ndarray]]: ...
+
+
+class Program:
+    """Thread-safe.
+
+    Attributes:
+        typical_run_s: moving average of how long a run takes; infinite before the first.
+        queue: None when its requests run one by one.
+    """
+
+    def __init__(
+        self,
+        session: tf_session.Session,
+        feeds: tuple[str, ...],
+        fetches: tuple[str, ...],
+        on_run: Callable[[float], None],
+    ) -> None:
+        self.feeds = feeds
+        self.fetches = fetches
+        self.typical_run_s = float("inf")
+        self.queue: Queue | None = None
+        self._session = session
+        self._run = session.callable(feeds, fetches)
+        self._on_run = on_run
+
+    def is_quick(self, arrays: Sequence[np.ndarray]) -> bool:
+        """Whether it is cheaper to run these on the event loop than in a thread."""
+        return self.typical_run_s <= QUICK_RUN_S and all(
+            array.nbytes <= QUICK_BYTES for array in arrays
+        )
+
+    def run(self, arrays: Sequence[np.ndarray], timeout_s: float | None = None) -> list[np.ndarray]:
+        """Runs in the caller's thread; with a timeout the runtime ends it in time.
+
+        Args:
+            arrays: in the order of `feeds`.
+
+        Returns:
+            arrays in the order of `fetches`.
+
+        Raises:
+            StatusError: what the graph says.
+        """
+        started = time.perf_counter()
+        try:
+            if timeout_s is None:
+                values = self._run(*arrays)
+            else:
+                values = self._session.run_within(self.feeds, self.fetches, arrays, timeout_s)
+        except tf.errors.OpError as error:
+            raise tf_session.status_of(error) from error
+        elapsed_s = time.perf_counter() - started
+        typical_s = self.typical_run_s
+        self.typical_run_s = (
+            typical_s + 0.1 * (elapsed_s - typical_s) if typical_s < float("inf") else elapsed_s
+        )
+        self._on_run(elapsed_s)
+        return values
+
+
+class Programs:
+    """The programs of one session, made when they are first asked for."""
+
+    def __init__(self, session: tf_session.Session, on_run: Callable[[float], None]) -> None:
+        self._session = session
+        self._on_run = on_run
+        self._lock = threading.Lock()
+        self._made: dict[tuple[tuple[str, ...], tuple[str, ...]], Program] = {}
+
+    def get(self, feeds: tuple[str, ...], fetches: tuple[str, ...]) -> Program:
+        """Raises StatusError when the runtime refuses the tensors."""
+        key = feeds, fetches
+        with self._lock:
+            program = self._made.get(key)
+            if program is None:
+                if len(self._made) >= MAX_PROGRAMS:
+                    del self._made[next(iter(self._made))]
+                try:
+                    program = Program(self._session, feeds, fetches, self._on_run)
+                except tf.errors.OpError as error:
+                    raise tf_session.status_of(error) from error
+                self._made[key] = program
+        return program
