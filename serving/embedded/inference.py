@@ -57,10 +57,15 @@ class Answer(NamedTuple):
 class Core:
     """Finds the servable, runs it where it is cheapest, counts the result."""
 
-    def __init__(self, manager: Manager, metrics: Metrics, *, threads: int) -> None:
+    def __init__(
+        self, manager: Manager, metrics: Metrics, *, grpc_threads: int, rest_threads: int
+    ) -> None:
         self.manager = manager
         self.metrics = metrics
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="inference")
+        self._threads = {
+            "GRPC": ThreadPoolExecutor(grpc_threads, thread_name_prefix="inference"),
+            "REST": ThreadPoolExecutor(rest_threads, thread_name_prefix="rest"),
+        }
 
     async def answer(
         self,
@@ -77,6 +82,7 @@ class Core:
         Args:
             asked: None when the request has no ModelSpec.
             prepare: reads and checks the request for the servable found; raises StatusError.
+            entrypoint: "GRPC" or "REST".
             api: "Predict", "Classify", "Regress" or MULTI_INFERENCE.
             timeout_s: when the client stops waiting.
             size_bytes: how large the request is.
@@ -90,7 +96,7 @@ class Core:
             servable = self.find(asked)
             with servable:
                 if size_bytes > LARGE_BYTES:
-                    call = await self.in_thread(prepare, servable)
+                    call = await self.in_thread(entrypoint, prepare, servable)
                 else:
                     call = prepare(servable)
                 run_started = time.perf_counter()
@@ -100,7 +106,7 @@ class Core:
                 elif program.is_quick(call.arrays):
                     values = program.run(call.arrays)
                 else:
-                    values = await self.in_thread(program.run, call.arrays, timeout_s)
+                    values = await self.in_thread(entrypoint, program.run, call.arrays, timeout_s)
                 finished = time.perf_counter()
                 result = call.finish(values)
         except StatusError as error:
@@ -114,9 +120,10 @@ class Core:
             meter.observe(finished - started, finished - run_started)
         return Answer(servable, call.signature, result)
 
-    async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs `work` beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+    async def in_thread(self, entrypoint: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs `work` beside the event loop, in a thread of this interface."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads[entrypoint], work, *arguments)
 
     def find(self, asked: Asked | None) -> Servable:
         """The servable that a request means.
@@ -147,7 +154,8 @@ class Core:
         return servable, signatures
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _meter(self, servable: Servable, api: str, entrypoint: str) -> Any:
         meter = self.metrics.meter(servable.model, servable.version, api=api, entrypoint=entrypoint)

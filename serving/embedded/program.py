@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,12 +13,18 @@ import tensorflow as tf
 
 from serving.embedded import session as tf_session
 
-# Programs kept per version: one per set of inputs and outputs that clients ask for.
+log = logging.getLogger(__name__)
+
+# Programs per version beside those of its signatures: clients choose which outputs they want.
 MAX_PROGRAMS = 64
 # A program that usually answers within this runs on the event loop: a thread would cost more.
 QUICK_RUN_S = 0.002
 # Larger inputs take a thread, however quick smaller ones are.
 QUICK_BYTES = 64 * 1024
+# No warm-up request may run longer.
+WARM_S = 600.0
+
+Key = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class Queue(Protocol):
@@ -58,10 +65,12 @@ class Program:
         )
 
     def run(self, arrays: Sequence[np.ndarray], timeout_s: float | None = None) -> list[np.ndarray]:
-        """Runs in the caller's thread; with a timeout the runtime ends it in time.
+        """Runs in the caller's thread.
 
         Args:
             arrays: in the order of `feeds`.
+            timeout_s: after which the runtime ends it; not kept by the first run, which is the
+                slowest and says how slow the program is.
 
         Returns:
             arrays in the order of `fetches`.
@@ -71,7 +80,7 @@ class Program:
         """
         started = time.perf_counter()
         try:
-            if timeout_s is None:
+            if timeout_s is None or self.typical_run_s == float("inf"):
                 values = self._run(*arrays)
             else:
                 values = self._session.run_within(self.feeds, self.fetches, arrays, timeout_s)
@@ -85,21 +94,36 @@ class Program:
         self._on_run(elapsed_s)
         return values
 
+    def warm(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Runs it in every way that requests like this one will."""
+        values = self.run(arrays)
+        if not self.is_quick(arrays):
+            self.run(arrays, WARM_S)
+        return values
+
 
 class Programs:
-    """The programs of one session, made when they are first asked for."""
+    """The programs of one session: those of its signatures, and what else is asked for."""
 
     def __init__(self, session: tf_session.Session, on_run: Callable[[float], None]) -> None:
         self._session = session
         self._on_run = on_run
         self._lock = threading.Lock()
-        self._made: dict[tuple[tuple[str, ...], tuple[str, ...]], Program] = {}
+        self._kept: dict[Key, Program] = {}
+        self._made: dict[Key, Program] = {}
+
+    def keep(self) -> list[Program]:
+        """Keeps all that were made up to now for good, and returns them."""
+        with self._lock:
+            self._kept.update(self._made)
+            self._made = {}
+            return list(self._kept.values())
 
     def get(self, feeds: tuple[str, ...], fetches: tuple[str, ...]) -> Program:
         """Raises StatusError when the runtime refuses the tensors."""
         key = feeds, fetches
         with self._lock:
-            program = self._made.get(key)
+            program = self._kept.get(key) or self._made.get(key)
             if program is None:
                 if len(self._made) >= MAX_PROGRAMS:
                     del self._made[next(iter(self._made))]
@@ -108,4 +132,6 @@ class Programs:
                 except tf.errors.OpError as error:
                     raise tf_session.status_of(error) from error
                 self._made[key] = program
+                if any(kept.queue for kept in self._kept.values()):
+                    log.warning("%s → %s is no signature and runs unbatched", feeds, fetches)
         return program

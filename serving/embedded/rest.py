@@ -87,7 +87,7 @@ class Handler:
         size_bytes = len(request.raw_body)
         try:
             if size_bytes > LARGE_BYTES:
-                document = await self._core.in_thread(_document, request)
+                document = await self._core.in_thread("REST", _document, request)
             else:
                 document = _document(request)
             name = jsontensors.signature_name(document)
@@ -115,7 +115,7 @@ class Handler:
             return jsonexamples.regressions(answer.result)
         row_form = jsontensors.is_row_form(document)
         if sum(output.array.nbytes for output in answer.result) > LARGE_BYTES:
-            return str(await self._core.in_thread(_predictions, answer.result, row_form))
+            return str(await self._core.in_thread("REST", _predictions, answer.result, row_form))
         return _predictions(answer.result, row_form)
 
     def _get(self, match: re.Match[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from serving.embedded.program import Program, Programs
 from serving.embedded.signature import Input, Signature
 from serving.embedded.status import Code, StatusError
 from serving.embedded.tensors import field_bytes
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SIGNATURE = "serving_default"
 
@@ -62,6 +65,7 @@ class Servable:
         signatures: SignatureDefs by name, as the SavedModel holds them.
         served: the same, ready to be asked.
         meters: what counts its answers, by interface and method.
+        declared: the programs of its signatures.
     """
 
     def __init__(
@@ -76,6 +80,9 @@ class Servable:
             name: Signature(name, definition, self.programs)
             for name, definition in session.signatures.items()
         }
+        for signature in self.served.values():
+            self._select(signature)
+        self.declared = self.programs.keep()
         self._described: dict[str, bytes] = {}
         self._session = session
         self._condition = threading.Condition()
@@ -129,6 +136,21 @@ class Servable:
     def signature(self, name: str) -> Signature:
         """The signature of this name, or the default one; KeyError if there is none."""
         return self.served[name or DEFAULT_SIGNATURE]
+
+    def _select(self, signature: Signature) -> None:
+        """Prepares a signature, so that its first request need not. An init op is no program."""
+        if not signature.is_about_tensors:
+            return
+        try:
+            signature.select()
+        except StatusError as error:
+            log.warning(
+                "%s version %d: signature %s cannot run: %s",
+                self.model,
+                self.version,
+                signature.name,
+                error,
+            )
 
     def described(self, signature: str) -> bytes:
         """What answered, as the serialised field `model_spec = 2` of a response."""

@@ -87,6 +87,12 @@ class Signature:
         self._programs = programs
         self._selections: dict[tuple[str, ...], Selection] = {}
 
+    @property
+    def is_about_tensors(self) -> bool:
+        """False for the signature that names the op which initialises a SavedModel."""
+        infos = (*self.definition.inputs.values(), *self.definition.outputs.values())
+        return bool(self.definition.outputs) and all(":" in info.name for info in infos)
+
     def check_method_name(self) -> None:
         """Raises StatusError unless the method is one that Predict serves."""
         if self.definition.method_name not in METHOD_NAMES:

@@ -74,4 +74,4 @@ def _replay(servable: Servable, record: prediction_log_pb2.PredictionLog, path: 
             raise StatusError(
                 Code.UNIMPLEMENTED, f"Unsupported log_type for warmup: {kind} in {path}"
             )
-    call.finish(call.program.run(call.arrays))
+    call.finish(call.program.warm(call.arrays))

@@ -140,7 +140,8 @@ def export_model(folder: Path, kind: str, *, scale: float = 2.0) -> Path:
     Args:
         kind: `affine` (x float [n] → y = scale * x), `mixed` (x float [n], k int64 [n],
             s string [n] → total float [n], echo string [n]), `examples` (inputs string [n]:
-            serialised Examples with a float x; see `_examples_signatures`).
+            serialised Examples with a float x; see `_examples_signatures`), `rows` (x float
+            [n, m] → total float [n]; signatures scalar and short break the first dimension).
     """
     import tensorflow as tf
 
@@ -172,6 +173,9 @@ def export_model(folder: Path, kind: str, *, scale: float = 2.0) -> Path:
     if kind == "examples":
         module = tf.Module()
         signatures = _examples_signatures(module, scale)
+    elif kind == "rows":
+        module = tf.Module()
+        signatures = _rows_signatures()
     else:
         module = {"affine": Affine, "mixed": Mixed}[kind]()
         signatures = {"serving_default": module.serve}
@@ -229,6 +233,20 @@ def _examples_signatures(module: Any, scale: float) -> dict[str, Any]:
         input_signature=[tf.TensorSpec([None], tf.string, "examples")],
     )
     return signatures
+
+
+def _rows_signatures() -> dict[str, Any]:
+    import tensorflow as tf
+
+    outputs: dict[str, Callable[[Any], Any]] = {
+        "serving_default": lambda x: {"total": tf.reduce_sum(x, axis=1)},
+        "scalar": lambda x: {"total": tf.reduce_sum(x)},
+        "short": lambda x: {"total": tf.reduce_sum(x, axis=1)[1:]},
+    }
+    matrix = tf.TensorSpec([None, None], tf.float32, "x")
+    return {
+        name: tf.function(function, input_signature=[matrix]) for name, function in outputs.items()
+    }
 
 
 def _name_methods(folder: Path) -> None:
