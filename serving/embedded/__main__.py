@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
 from importlib.metadata import version as package_version
+
+import uvloop
 
 from serving.embedded.flags import FlagError, Flags, check, parse, usage
 from serving.embedded.status import StatusError
@@ -44,7 +45,7 @@ def _serve(flags: Flags) -> int:
         check(flags)
         from serving.embedded.server import serve
 
-        asyncio.run(serve(flags))
+        uvloop.run(serve(flags))
     except (StatusError, FlagError) as error:
         print(f"Failed to start server. Error: {error}")
         return START_FAILED

@@ -80,6 +80,7 @@ class Scheduler:
                 queue.settle(tasks, queue.execute(tasks, None))
                 continue
             self._free -= 1
+            queue.running_rows += sum(task.rows for task in tasks)
             timeout_s = max(task.deadline_s for task in tasks) - time.monotonic()
             run = asyncio.get_running_loop().run_in_executor(
                 self._pool, queue.execute, tasks, timeout_s if timeout_s < float("inf") else None
@@ -89,13 +90,14 @@ class Scheduler:
     def _next(self) -> Queue | None:
         """The first queue in turn that can run: a quick one needs no free thread."""
         for queue in self._ready:
-            if self._free or queue.is_quick():
+            if queue.is_quick() or (self._free and queue.is_worth_a_thread()):
                 del self._ready[queue]
                 return queue
         return None
 
     def _ended(self, queue: Queue, tasks: list[Task], run: asyncio.Future[list[Outcome]]) -> None:
         self._free += 1
+        queue.running_rows -= sum(task.rows for task in tasks)
         if run.cancelled():
             outcomes: list[Outcome] = [_stopping() for _ in tasks]
         elif error := run.exception():
@@ -111,6 +113,9 @@ class Queue:
 
     Args:
         scheduler: shared by all queues.
+
+    Attributes:
+        running_rows: rows of this queue that batch threads are running.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class Queue:
         # By the shapes of the inputs without their first dimension: these fit together.
         self._waiting: dict[tuple[tuple[int, ...], ...], deque[Task]] = {}
         self._rows = 0
+        self.running_rows = 0
         self._alone = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -208,6 +214,13 @@ class Queue:
     def is_quick(self) -> bool:
         """Whether its batches run on the event loop."""
         return self._program.typical_run_s <= QUICK_RUN_S
+
+    def is_worth_a_thread(self) -> bool:
+        """Whether to run beside a batch that is under way: as many rows must wait as run there.
+
+        A run uses all cores already; few rows beside many only make both slower.
+        """
+        return self._rows >= self.running_rows
 
     def execute(self, tasks: list[Task], timeout_s: float | None) -> list[Outcome]:
         """Runs a batch, in any thread; one outcome per task."""

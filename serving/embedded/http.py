@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import cast
 
 import httptools
 
@@ -79,8 +80,8 @@ class Connection(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports have the methods of asyncio.Transport and are none.
+        self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -120,7 +120,7 @@ class Histogram:
 
 
 class Meter:
-    """Counts the answered requests of one version, interface and method."""
+    """Counts the answered requests of one version, interface and method, on the event loop."""
 
     def __init__(
         self,

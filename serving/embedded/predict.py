@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from tensorflow_serving.apis import predict_pb2
 
@@ -34,10 +36,15 @@ def predict_response(
     parts = []
     for output in outputs:
         tensor = serialized(output.array, output.dtype, as_content=as_content)
-        entry = field_bytes(b"\x0a", output.alias.encode()) + field_bytes(b"\x12", tensor)
+        entry = _key(output.alias) + field_bytes(b"\x12", tensor)
         parts.append(field_bytes(b"\x0a", entry))
     parts.append(servable.described(signature))
     return b"".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _key(alias: str) -> bytes:
+    return field_bytes(b"\x0a", alias.encode())
 
 
 def _array(one: Input, tensor: TensorProto) -> np.ndarray:
@@ -45,5 +52,6 @@ def _array(one: Input, tensor: TensorProto) -> np.ndarray:
         array = to_array(tensor)
     except (ValueError, TypeError, OverflowError) as error:
         raise invalid(f"tensor parsing error: {one.alias} ({error})") from error
-    one.check_dtype(tensor.dtype)
+    if tensor.dtype != one.dtype:
+        raise one.wrong_dtype(tensor.dtype)
     return array

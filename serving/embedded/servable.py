@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
@@ -41,8 +41,7 @@ class LoadOptions:
     on_run: Callable[[float], None] = lambda run_s: None
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A checked request: what to run, and what its values mean.
 
     Attributes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,7 @@ def status_of(error: tf.errors.OpError) -> StatusError:
     return StatusError(Code(error.error_code), error.message)
 
 
+@lru_cache(maxsize=256)
 def numpy_type(dtype: int) -> Any:
     """The numpy type of a `tensorflow.DataType`; strings are `object`.
 

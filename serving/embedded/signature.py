@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -31,16 +31,14 @@ class Input:
     position: int
     default: np.ndarray | None
 
-    def check_dtype(self, given: int) -> None:
-        if given != self.dtype:
-            raise invalid(
-                f"Expects arg[{self.position}] to be {type_name(self.dtype)} but "
-                f"{type_name(given)} is provided"
-            )
+    def wrong_dtype(self, given: int) -> StatusError:
+        return invalid(
+            f"Expects arg[{self.position}] to be {type_name(self.dtype)} but "
+            f"{type_name(given)} is provided"
+        )
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """One output tensor of an answer."""
 
     alias: str
@@ -114,16 +112,17 @@ class Signature:
         Raises:
             StatusError: too few, too many or wrong inputs, or what `read` raises.
         """
-        self._check_names(given)
         arrays = []
+        if len(given) != len(self.inputs):
+            self._check_names(given)
         for one in self.inputs:
             value = given.get(one.alias)
             if value is not None:
                 arrays.append(read(one, value))
-            elif one.default is not None:
-                arrays.append(one.default)
-            else:
-                raise self._absent(one, given)
+                continue
+            self._check_names(given)
+            assert one.default is not None
+            arrays.append(one.default)
         return arrays
 
     def select(self, output_filter: Sequence[str] = ()) -> Selection:
@@ -163,8 +162,7 @@ class Signature:
         )
 
     def _check_names(self, given: Mapping[str, Any]) -> None:
-        if len(given) == len(self.inputs) and all(one.alias in given for one in self.inputs):
-            return
+        """Raises StatusError unless all without a default are given, and no other is."""
         defaults = self.definition.defaults
         sent, wanted = set(given), set(self.definition.inputs)
         if len(sent) > len(wanted) or len(sent) < len(wanted - set(defaults)):

@@ -625,12 +625,3 @@ def test_http_connection_outlives_pipelined_and_broken_requests(server: Server) 
     huge = b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n"
     assert talk(huge).startswith(b"HTTP/1.1 413")
     assert json.loads(talk(last).partition(b"\r\n\r\n")[2])
-
-
-# Process
-
-
-@ours_only
-def test_sigterm_drains_and_exits_0(second_server: Server) -> None:
-    assert second_server.stop() == 0
-    assert "draining" in second_server.log

@@ -261,3 +261,9 @@ def test_a_model_that_does_not_load_ends_the_start(
     printed = capsys.readouterr().out
     assert "1 servable(s) did not become available: {{name: m version: 1 due to error: " in printed
     assert "NOT_FOUND: Specified file path does not appear to contain a SavedModel" in printed
+
+
+def test_sigterm_drains_and_exits_0(secure: Secure) -> None:
+    """The last one: nobody has the server after it."""
+    assert secure.server.stop() == 0
+    assert "draining" in secure.server.log
