@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
 from importlib.metadata import version as package_version
 
-from serving.embedded.flags import FlagError, Flags, parse, usage
+import uvloop
+
+from serving.embedded.flags import FlagError, Flags, check, parse, usage
+from serving.embedded.status import StatusError
 
 START_FAILED = 255
 
@@ -39,11 +41,11 @@ def main(arguments: list[str]) -> int:
 
 def _serve(flags: Flags) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from serving.embedded.server import serve
-    from serving.embedded.status import StatusError
-
     try:
-        asyncio.run(serve(flags))
+        check(flags)
+        from serving.embedded.server import serve
+
+        uvloop.run(serve(flags))
     except (StatusError, FlagError) as error:
         print(f"Failed to start server. Error: {error}")
         return START_FAILED

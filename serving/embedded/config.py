@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from google.protobuf import text_format
 from tensorflow_serving.config import model_server_config_pb2
@@ -29,12 +29,12 @@ def read_server_config(path: Path) -> ModelServerConfig:
     Raises:
         StatusError: the file cannot be read or does not parse.
     """
-    return _read(path, ModelServerConfig(), "tensorflow.serving.ModelServerConfig")
+    return read_text_proto(path, ModelServerConfig(), "tensorflow.serving.ModelServerConfig")
 
 
 def read_metrics_path(path: Path) -> str:
     """Where metrics are served according to a text-format MonitoringConfig; "": nowhere."""
-    config = _read(
+    config = read_text_proto(
         path, monitoring_config_pb2.MonitoringConfig(), "tensorflow.serving.MonitoringConfig"
     )
     if not config.prometheus_config.enable:
@@ -137,7 +137,12 @@ def _platform(model: ModelConfig) -> str:
     return str(model_server_config_pb2.ModelType.Name(model.model_type)).lower()
 
 
-def _read(path: Path, message, kind: str):  # type: ignore[no-untyped-def]
+def read_text_proto(path: Path, message: Any, kind: str) -> Any:
+    """Reads a text-format message of the named kind into `message`, and returns it.
+
+    Raises:
+        StatusError: the file cannot be read or does not parse.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

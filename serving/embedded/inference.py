@@ -1,47 +1,31 @@
-"""The gRPC services: PredictionService and ModelService.
+"""`Core` answers one call for both interfaces, so that gRPC and REST find, count and fail alike.
 
-`Core` answers one call for both faces, gRPC and REST, so that both find, count and fail alike.
+It runs on the event loop. A quick model runs there too; a slow one or a large request in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-import grpc
-import numpy as np
-from tensorflow.core.protobuf import meta_graph_pb2
-from tensorflow_serving.apis import (
-    get_model_metadata_pb2,
-    get_model_status_pb2,
-    model_management_pb2,
-    model_pb2,
-    model_service_pb2_grpc,
-    predict_pb2,
-    prediction_service_pb2_grpc,
-)
+from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, model_pb2
 
 from serving.embedded.manager import Manager
 from serving.embedded.metrics import UNKNOWN_MODEL, Metrics
-from serving.embedded.servable import Output, Servable
-from serving.embedded.status import GRPC_CODE, Code, StatusError, invalid, truncated
-from serving.embedded.tensors import fill, to_array
+from serving.embedded.servable import Call, Servable
+from serving.embedded.status import StatusError, invalid
 from serving.embedded.versions import Version
 
-log = logging.getLogger(__name__)
+# A request of more bytes is read in a thread, so that it does not hold up the small ones.
+LARGE_BYTES = 256 * 1024
+# Counted by its examples only, as by the real server.
+MULTI_INFERENCE = "MultiInference"
 
-# A model that usually answers within this runs on the event loop: a thread would cost more.
-INLINE_RUN_S = 0.002
-METADATA_FIELD = "signature_def"
 
-
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """Which servable a request means."""
 
     model: str
@@ -50,50 +34,58 @@ class Asked:
 
     @classmethod
     def by(cls, request: Any) -> Asked | None:
-        """What the request's ModelSpec says; None without one."""
+        """What the ModelSpec of a request, or of a task, says; None without one."""
         if not request.HasField("model_spec"):
             return None
         spec: model_pb2.ModelSpec = request.model_spec
         kind = spec.WhichOneof("version_choice")
-        return cls(
-            spec.name,
-            spec.version.value if kind == "version" else None,
-            spec.version_label if kind == "version_label" else None,
-        )
+        if kind is None:
+            return cls(spec.name)
+        if kind == "version":
+            return cls(spec.name, spec.version.value)
+        return cls(spec.name, None, spec.version_label)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a Predict gave."""
+class Answer(NamedTuple):
+    """What a call gave: `result` is what its `Call.finish` returned."""
 
     servable: Servable
     signature: str
-    outputs: list[Output]
+    result: Any
 
 
 class Core:
     """Finds the servable, runs it where it is cheapest, counts the result."""
 
-    def __init__(self, manager: Manager, metrics: Metrics, *, threads: int) -> None:
+    def __init__(
+        self, manager: Manager, metrics: Metrics, *, grpc_threads: int, rest_threads: int
+    ) -> None:
         self.manager = manager
         self.metrics = metrics
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="inference")
+        self._threads = {
+            "GRPC": ThreadPoolExecutor(grpc_threads, thread_name_prefix="inference"),
+            "REST": ThreadPoolExecutor(rest_threads, thread_name_prefix="rest"),
+        }
 
-    async def predict(
+    async def answer(
         self,
         asked: Asked | None,
-        signature_name: str,
-        parse: Callable[[meta_graph_pb2.SignatureDef], Mapping[str, np.ndarray]],
+        prepare: Callable[[Servable], Call],
         *,
+        api: str,
         entrypoint: str,
-        unknown_signature: Callable[[str], StatusError],
-        output_filter: Sequence[str] = (),
+        timeout_s: float | None = None,
+        size_bytes: int = 0,
     ) -> Answer:
-        """Answers one Predict.
+        """Answers one request.
 
         Args:
             asked: None when the request has no ModelSpec.
-            parse: reads the request's tensors for the signature found; raises StatusError.
+            prepare: reads and checks the request for the servable found; raises StatusError.
+            entrypoint: "GRPC" or "REST".
+            api: "Predict", "Classify", "Regress" or MULTI_INFERENCE.
+            timeout_s: when the client stops waiting.
+            size_bytes: how large the request is.
 
         Raises:
             StatusError: after it was counted.
@@ -103,30 +95,35 @@ class Core:
         try:
             servable = self.find(asked)
             with servable:
-                try:
-                    name, signature = servable.signature(signature_name)
-                except KeyError:
-                    raise unknown_signature(signature_name) from None
-                inputs = parse(signature)
-                run_started = time.perf_counter()
-                if servable.typical_run_s <= INLINE_RUN_S:
-                    outputs = servable.predict(signature, inputs, output_filter)
+                if size_bytes > LARGE_BYTES:
+                    call = await self.in_thread(entrypoint, prepare, servable)
                 else:
-                    outputs = await asyncio.get_running_loop().run_in_executor(
-                        self._threads, servable.predict, signature, inputs, output_filter
-                    )
+                    call = prepare(servable)
+                run_started = time.perf_counter()
+                program = call.program
+                if program.queue is not None:
+                    values = await program.queue.run(call.arrays, timeout_s)
+                elif program.is_quick(call.arrays):
+                    values = program.run(call.arrays)
+                else:
+                    values = await self.in_thread(entrypoint, program.run, call.arrays, timeout_s)
                 finished = time.perf_counter()
+                result = call.finish(values)
         except StatusError as error:
-            self.failed(asked, None if servable is None else servable.version, error)
+            if api != MULTI_INFERENCE:
+                self.failed(asked, None if servable is None else servable.version, error)
             raise
-        self.metrics.predicted(
-            servable.model,
-            servable.version,
-            entrypoint=entrypoint,
-            total_s=finished - started,
-            run_s=finished - run_started,
-        )
-        return Answer(servable, name, outputs)
+        if api == MULTI_INFERENCE:
+            self.metrics.multi_inference(servable.model, call.examples)
+        else:
+            meter = servable.meters.get((api, entrypoint)) or self._meter(servable, api, entrypoint)
+            meter.observe(finished - started, finished - run_started)
+        return Answer(servable, call.signature, result)
+
+    async def in_thread(self, entrypoint: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs `work` beside the event loop, in a thread of this interface."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads[entrypoint], work, *arguments)
 
     def find(self, asked: Asked | None) -> Servable:
         """The servable that a request means.
@@ -157,7 +154,13 @@ class Core:
         return servable, signatures
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _meter(self, servable: Servable, api: str, entrypoint: str) -> Any:
+        meter = self.metrics.meter(servable.model, servable.version, api=api, entrypoint=entrypoint)
+        servable.meters[api, entrypoint] = meter
+        return meter
 
 
 def version_status(version: Version) -> get_model_status_pb2.ModelVersionStatus:
@@ -170,134 +173,3 @@ def version_status(version: Version) -> get_model_status_pb2.ModelVersionStatus:
         message.status.error_code = int(version.error.code)
         message.status.error_message = version.error.message
     return message
-
-
-def _unknown_signature(name: str) -> StatusError:
-    return StatusError(Code.FAILED_PRECONDITION, f'Serving signature key "{name}" not found.')
-
-
-async def _abort(context: grpc.aio.ServicerContext, error: StatusError) -> NoReturn:
-    await context.abort(GRPC_CODE[error.code], truncated(error.message))
-    raise AssertionError("abort returned")
-
-
-class PredictionService(prediction_service_pb2_grpc.PredictionServiceServicer):
-    """Predict and GetModelMetadata; the rest is UNIMPLEMENTED."""
-
-    def __init__(self, core: Core, *, as_content: bool) -> None:
-        self._core = core
-        self._as_content = as_content
-
-    async def Predict(self, request: Any, context: Any) -> predict_pb2.PredictResponse:
-        spec = request.model_spec
-        try:
-            answer = await self._core.predict(
-                Asked.by(request),
-                spec.signature_name,
-                lambda _: _arrays(request),
-                entrypoint="GRPC",
-                unknown_signature=_unknown_signature,
-                output_filter=request.output_filter,
-            )
-        except StatusError as error:
-            await _abort(context, error)
-        response = predict_pb2.PredictResponse()
-        response.model_spec.name = spec.name
-        response.model_spec.version.value = answer.servable.version
-        response.model_spec.signature_name = answer.signature
-        for output in answer.outputs:
-            fill(
-                response.outputs[output.alias],
-                output.array,
-                output.dtype,
-                as_content=self._as_content,
-            )
-        return response
-
-    async def GetModelMetadata(self, request: Any, context: Any) -> Any:
-        response = get_model_metadata_pb2.GetModelMetadataResponse()
-        try:
-            asked = Asked.by(request)
-            if asked is None:
-                raise invalid("Missing ModelSpec")
-            if not request.metadata_field:
-                raise invalid("GetModelMetadataRequest must specify at least one metadata_field")
-            for name in request.metadata_field:
-                if name != METADATA_FIELD:
-                    raise invalid(f"Metadata field {name} is not supported")
-            servable, signatures = self._core.metadata(asked)
-        except StatusError as error:
-            await _abort(context, error)
-        response.model_spec.name = servable.model
-        response.model_spec.version.value = servable.version
-        response.metadata[METADATA_FIELD].Pack(signatures)
-        return response
-
-    async def Classify(self, request: Any, context: Any) -> Any:
-        await _unimplemented(context, "Classify")
-
-    async def Regress(self, request: Any, context: Any) -> Any:
-        await _unimplemented(context, "Regress")
-
-    async def MultiInference(self, request: Any, context: Any) -> Any:
-        await _unimplemented(context, "MultiInference")
-
-
-class ModelService(model_service_pb2_grpc.ModelServiceServicer):
-    """GetModelStatus and HandleReloadConfigRequest."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        # Reloads wait for models; they must take no thread from inference, and they queue up.
-        self._reloads = ThreadPoolExecutor(1, thread_name_prefix="reload")
-
-    async def GetModelStatus(self, request: Any, context: Any) -> Any:
-        response = get_model_status_pb2.GetModelStatusResponse()
-        try:
-            asked = Asked.by(request)
-            if asked is None:
-                raise invalid("Missing ModelSpec")
-            versions = self._core.manager.status(asked.model, asked.version)
-        except StatusError as error:
-            await _abort(context, error)
-        response.model_version_status.extend(version_status(version) for version in versions)
-        return response
-
-    async def HandleReloadConfigRequest(self, request: Any, context: Any) -> Any:
-        before = {name: self._core.metrics.value(name) for name in request.metric_names}
-        try:
-            if request.config.WhichOneof("config") != "model_config_list":
-                raise invalid(
-                    "ServerModelConfig type not supported by HandleReloadConfigRequest. Only "
-                    "ModelConfigList is currently supported"
-                )
-            await asyncio.get_running_loop().run_in_executor(
-                self._reloads, self._core.manager.reload, request.config
-            )
-        except StatusError as error:
-            log.warning("reload refused: %s", error)
-            await _abort(context, error)
-        response = model_management_pb2.ReloadConfigResponse()
-        response.status.SetInParent()
-        for name, value in before.items():
-            response.metric.add(
-                name=name, int64_value_increase=self._core.metrics.value(name) - value
-            )
-        return response
-
-
-def _arrays(request: predict_pb2.PredictRequest) -> dict[str, np.ndarray]:
-    arrays = {}
-    for alias, tensor in request.inputs.items():
-        try:
-            arrays[alias] = to_array(tensor)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise invalid(f"tensor parsing error: {alias} ({error})") from error
-    return arrays
-
-
-async def _unimplemented(context: grpc.aio.ServicerContext, method: str) -> NoReturn:
-    await _abort(
-        context,
-        StatusError(Code.UNIMPLEMENTED, f"{method} is not served by the embedded server"),
-    )

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import orjson
 from tensorflow.core.framework import types_pb2
-from tensorflow.core.protobuf import meta_graph_pb2
 
-from serving.embedded.servable import Output
 from serving.embedded.session import numpy_type, type_name
+from serving.embedded.signature import Output, Signature
 from serving.embedded.status import Code, StatusError, invalid
 
 _SHOWN_BYTES = 256
@@ -50,7 +49,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         document = _parse_leniently(body)
     if not isinstance(document, dict):
-        raise invalid(f"{_shown(document)} Is not object")
+        raise invalid(f"{shown(document)} Is not object")
     return document
 
 
@@ -68,7 +67,7 @@ def _parse_leniently(body: bytes) -> Any:
 def signature_name(document: Mapping[str, Any]) -> str:
     name = document.get("signature_name", "")
     if not isinstance(name, str):
-        raise invalid(f"{_shown(document)} 'signature_name' key must be a string value.")
+        raise invalid(f"{shown(document)} 'signature_name' key must be a string value.")
     return name
 
 
@@ -81,23 +80,21 @@ def is_row_form(document: Mapping[str, Any]) -> bool:
     rows, columns = "instances" in document, "inputs" in document
     if rows and columns:
         raise invalid(
-            f"{_shown(document)} Not formatted correctly expecting only one of 'inputs' or "
+            f"{shown(document)} Not formatted correctly expecting only one of 'inputs' or "
             "'instances' keys to exist "
         )
     if not rows and not columns:
-        raise invalid(f"{_shown(document)} Missing 'inputs' or 'instances' key")
+        raise invalid(f"{shown(document)} Missing 'inputs' or 'instances' key")
     return rows
 
 
-def to_arrays(
-    document: Mapping[str, Any], signature: meta_graph_pb2.SignatureDef
-) -> dict[str, np.ndarray]:
+def to_arrays(document: Mapping[str, Any], signature: Signature) -> dict[str, np.ndarray]:
     """The request's tensors by input alias.
 
     Raises:
         StatusError: a value that does not fit.
     """
-    inputs = {alias: info.dtype for alias, info in signature.inputs.items()}
+    inputs = {one.alias: one.dtype for one in signature.inputs}
     if is_row_form(document):
         return _rows(document["instances"], inputs)
     return _columns(document["inputs"], inputs)
@@ -105,23 +102,23 @@ def to_arrays(
 
 def _rows(instances: Any, inputs: Mapping[str, int]) -> dict[str, np.ndarray]:
     if not isinstance(instances, list):
-        raise invalid(f"{_shown(instances)} Expecting 'instances' to be an list/array")
+        raise invalid(f"{shown(instances)} Expecting 'instances' to be an list/array")
     if not instances:
-        raise invalid(f"{_shown(instances)} No values in 'instances' array")
+        raise invalid(f"{shown(instances)} No values in 'instances' array")
     first = instances[0]
-    if not isinstance(first, dict) or (_is_base64(first) and set(inputs) != {"b64"}):
+    if not isinstance(first, dict) or (is_base64(first) and set(inputs) != {"b64"}):
         if len(inputs) != 1:
             raise invalid(
-                f"{_shown(first)} Expecting object value; keys must be equal to: {_names(inputs)}"
+                f"{shown(first)} Expecting object value; keys must be equal to: {_names(inputs)}"
             )
         ((alias, dtype),) = inputs.items()
         return {alias: _stack(instances, dtype, key=None)}
     for instance in instances:
         if not isinstance(instance, dict) or set(instance) != set(inputs):
             raise invalid(
-                f"{_shown(instance)} Failed to process element: "
+                f"{shown(instance)} Failed to process element: "
                 f"{instances.index(instance)} of 'instances' list. Error: INVALID_ARGUMENT: "
-                f"{_shown(instance)} keys must be equal to: {_names(inputs)}"
+                f"{shown(instance)} keys must be equal to: {_names(inputs)}"
             )
     return {
         alias: _stack([instance[alias] for instance in instances], dtype, key=alias)
@@ -150,11 +147,11 @@ def _stack(values: Sequence[Any], dtype: int, *, key: str | None) -> np.ndarray:
 
 
 def _columns(value: Any, inputs: Mapping[str, int]) -> dict[str, np.ndarray]:
-    if isinstance(value, dict) and not (_is_base64(value) and set(inputs) != {"b64"}):
+    if isinstance(value, dict) and not (is_base64(value) and set(inputs) != {"b64"}):
         arrays = {}
         for alias, dtype in inputs.items():
             if alias not in value:
-                raise invalid(f"{_shown(value)} Missing named input: {alias} in 'inputs' object.")
+                raise invalid(f"{shown(value)} Missing named input: {alias} in 'inputs' object.")
             arrays[alias] = _whole(value[alias], dtype)
         return arrays
     if len(inputs) != 1:
@@ -193,10 +190,10 @@ def _flatten(value: Any, shape: tuple[int, ...], depth: int, dtype: int, out: li
         out.append(_scalar(value, dtype))
         return
     if not isinstance(value, list):
-        raise invalid(f"{_shown(value)} Encountered value at unexpected level: {depth}")
+        raise invalid(f"{shown(value)} Encountered value at unexpected level: {depth}")
     if len(value) != shape[depth]:
         raise invalid(
-            f"{_shown(value)} Encountered list at unexpected size: {len(value)} at level: {depth} "
+            f"{shown(value)} Encountered list at unexpected size: {len(value)} at level: {depth} "
             f"expected size: {shape[depth]}"
         )
     for item in value:
@@ -205,7 +202,7 @@ def _flatten(value: Any, shape: tuple[int, ...], depth: int, dtype: int, out: li
 
 def _scalar(value: Any, dtype: int) -> Any:
     if isinstance(value, list):
-        raise invalid(f"{_shown(value)} Encountered list at unexpected level")
+        raise invalid(f"{shown(value)} Encountered list at unexpected level")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if dtype in _FLOATS and is_number:
         return value
@@ -216,17 +213,14 @@ def _scalar(value: Any, dtype: int) -> Any:
     if dtype == types_pb2.DT_STRING:
         if isinstance(value, str):
             return value.encode("utf-8", "surrogatepass")
-        if _is_base64(value):
-            try:
-                return base64.b64decode(value["b64"], validate=True)
-            except (binascii.Error, TypeError, ValueError) as error:
-                raise invalid(f"{_shown(value)} Unable to base64 decode") from error
+        if is_base64(value):
+            return from_base64(value)
     if dtype not in _FLOATS | _INTEGERS | {types_pb2.DT_BOOL, types_pb2.DT_STRING}:
         raise StatusError(
             Code.UNIMPLEMENTED, f"Conversion of JSON values to {type_name(dtype)} is unsupported"
         )
     raise invalid(
-        f"{_shown(value)} Type: {_kind(value)} is not of expected type: {type_name(dtype)}"
+        f"{shown(value)} Type: {_kind(value)} is not of expected type: {type_name(dtype)}"
     )
 
 
@@ -241,7 +235,7 @@ def _array(flat: list[Any], shape: tuple[int, ...], dtype: int) -> np.ndarray:
             return np.array(flat, dtype=numpy_dtype).reshape(shape)
     except OverflowError as error:
         raise invalid(
-            f"{_shown(flat)} Value is out of range for type: {type_name(dtype)}"
+            f"{shown(flat)} Value is out of range for type: {type_name(dtype)}"
         ) from error
 
 
@@ -282,14 +276,14 @@ def _value(output: Output, value: Any) -> str:
     dtype = output.dtype
     if dtype in _FLOATS:
         short = np.float32 if dtype == types_pb2.DT_FLOAT else np.float64
-        return _nested(np.asarray(value).tolist(), lambda number: _float(number, short))
+        return _nested(np.asarray(value).tolist(), lambda number: float_text(number, short))
     if dtype in _INTEGERS:
         return _nested(np.asarray(value).tolist(), str)
     if dtype == types_pb2.DT_BOOL:
         return _nested(np.asarray(value).tolist(), lambda flag: "true" if flag else "false")
     if dtype == types_pb2.DT_STRING:
         values = value.tolist() if isinstance(value, np.ndarray) else value
-        return _nested(values, _base64 if output.alias.endswith("_bytes") else _string)
+        return _nested(values, _base64 if output.alias.endswith("_bytes") else string_text)
     raise StatusError(
         Code.UNIMPLEMENTED, f"Conversion of {type_name(dtype)} to JSON is unsupported"
     )
@@ -301,7 +295,7 @@ def _nested(value: Any, scalar: Any) -> str:
     return str(scalar(value))
 
 
-def _float(number: float, width: type) -> str:
+def float_text(number: float, width: type = np.float32) -> str:
     """The shortest of 6 or 9 (17) digits that reads back the same in its own width."""
     if number != number:
         return "NaN"
@@ -313,7 +307,8 @@ def _float(number: float, width: type) -> str:
     return text if any(mark in text for mark in ".e") else text + ".0"
 
 
-def _string(value: bytes | str) -> str:
+def string_text(value: bytes | str) -> str:
+    """A JSON string; bytes that are not UTF-8 are replaced."""
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
     return json.dumps(text, ensure_ascii=False)
 
@@ -323,8 +318,17 @@ def _base64(value: bytes | str) -> str:
     return f'{{"b64": "{base64.b64encode(raw).decode()}"}}'
 
 
-def _is_base64(value: Any) -> bool:
+def is_base64(value: Any) -> bool:
+    """Whether it is `{"b64": "..."}`."""
     return isinstance(value, dict) and set(value) == {"b64"}
+
+
+def from_base64(value: Mapping[str, Any]) -> bytes:
+    """The bytes of `{"b64": "..."}`; raises StatusError."""
+    try:
+        return base64.b64decode(value["b64"], validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise invalid(f"{shown(value)} Unable to base64 decode") from error
 
 
 def _kind(value: Any) -> str:
@@ -342,6 +346,7 @@ def _text(shape: Sequence[int]) -> str:
     return f"[{','.join(map(str, shape))}]"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The beginning of a value, for a message about it."""
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")[:_SHOWN_BYTES]
     return f"JSON Value: {text.decode(errors='ignore')}"

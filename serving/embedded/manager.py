@@ -26,6 +26,8 @@ MISSING_MODEL_S = 5.0
 # Models that the configuration no longer names, kept for GetModelStatus.
 KEPT_REMOVED = 100
 TICK_S = 0.1
+# Versions that load, or unload, at once unless a flag says otherwise.
+LOADS = 16
 
 Loader = Callable[[str, int, Path], Servable]
 
@@ -37,12 +39,16 @@ class Options:
     Attributes:
         poll_s: seconds between two looks at the base paths; 0: only after a configuration;
             negative: the same (the real server never looks then, which helps nobody).
+        load_threads, unload_threads: versions that load and unload at once; 0: LOADS, so that one
+            model's slow load holds up no other model.
     """
 
     poll_s: float = 1.0
     max_retries: int = 5
     retry_interval_s: float = 60.0
     early_labels: bool = False
+    load_threads: int = 0
+    unload_threads: int = 0
 
 
 class Manager:
@@ -62,8 +68,8 @@ class Manager:
         self._labels: dict[str, dict[str, int]] = {}
         self._look_now = False
         self._stopping = False
-        self._loads = ThreadPoolExecutor(1, thread_name_prefix="load")
-        self._unloads = ThreadPoolExecutor(4, thread_name_prefix="unload")
+        self._loads = ThreadPoolExecutor(options.load_threads or LOADS, "load")
+        self._unloads = ThreadPoolExecutor(options.unload_threads or LOADS, "unload")
         self._thread = threading.Thread(target=self._run, name="manager", daemon=True)
         self._thread.start()
 

@@ -24,29 +24,57 @@ Values = tuple[str, ...]
 
 
 @dataclass
+class CounterCell:
+    """One time series of a counter."""
+
+    value: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, by: float = 1) -> None:
+        with self._lock:
+            self.value += by
+
+
+class HistogramCell:
+    """One time series of a histogram."""
+
+    __slots__ = ("_lock", "bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, value: float) -> None:
+        with self._lock:
+            self.counts[bisect_left(self.bounds, value)] += 1
+            self.sum += value
+
+
+@dataclass
 class Counter:
     """One counter per combination of label values."""
 
     name: str
-    labels: tuple[str, ...]
-    _cells: dict[Values, float] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    labels: tuple[str, ...] = ()
+    _cells: dict[Values, CounterCell] = field(default_factory=dict)
+
+    def cell(self, *values: str) -> CounterCell:
+        """The series with these label values; made when it is not there."""
+        return self._cells.get(values) or self._cells.setdefault(values, CounterCell())
 
     def add(self, *values: str, by: float = 1) -> None:
-        with self._lock:
-            self._cells[values] = self._cells.get(values, 0) + by
+        self.cell(*values).add(by)
 
     def total(self) -> float:
         """Sum over all cells."""
-        with self._lock:
-            return sum(self._cells.values())
+        return sum(cell.value for cell in list(self._cells.values()))
 
     def lines(self) -> Iterable[str]:
-        with self._lock:
-            cells = dict(self._cells)
         yield f"# TYPE {self.name} counter"
-        for values, value in cells.items():
-            yield f"{self.name}{_braces(self.labels, values)} {value:.17g}"
+        for values, cell in list(self._cells.items()):
+            yield f"{self.name}{_braces(self.labels, values)} {cell.value:.17g}"
 
 
 @dataclass
@@ -68,31 +96,67 @@ class Histogram:
     """One histogram per combination of label values."""
 
     name: str
-    labels: tuple[str, ...]
+    labels: tuple[str, ...] = ()
     bounds: Sequence[float] = LATENCY_BOUNDS_US
-    _cells: dict[Values, tuple[list[int], list[float]]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _cells: dict[Values, HistogramCell] = field(default_factory=dict)
+
+    def cell(self, *values: str) -> HistogramCell:
+        """The series with these label values; made when it is not there."""
+        return self._cells.get(values) or self._cells.setdefault(values, HistogramCell(self.bounds))
 
     def observe(self, *values: str, value: float) -> None:
-        with self._lock:
-            cell = self._cells.get(values)
-            if cell is None:
-                cell = self._cells[values] = ([0] * (len(self.bounds) + 1), [0.0])
-            cell[0][bisect_left(self.bounds, value)] += 1
-            cell[1][0] += value
+        self.cell(*values).observe(value)
 
     def lines(self) -> Iterable[str]:
-        with self._lock:
-            cells = {v: (list(counts), total[0]) for v, (counts, total) in self._cells.items()}
         yield f"# TYPE {self.name} histogram"
-        for values, (counts, total) in cells.items():
+        for values, cell in list(self._cells.items()):
             count = 0
-            for bound, number in zip([*self.bounds, float("inf")], counts, strict=True):
+            for bound, number in zip([*self.bounds, float("inf")], list(cell.counts), strict=True):
                 count += number
                 limit = "+Inf" if bound == float("inf") else f"{bound:g}"
                 yield f"{self.name}_bucket{_braces((*self.labels, 'le'), (*values, limit))} {count}"
-            yield f"{self.name}_sum{_braces(self.labels, values)} {total:.17g}"
+            yield f"{self.name}_sum{_braces(self.labels, values)} {cell.sum:.17g}"
             yield f"{self.name}_count{_braces(self.labels, values)} {count}"
+
+
+class Meter:
+    """Counts the answered requests of one version, interface and method, on the event loop."""
+
+    def __init__(
+        self,
+        counts: Sequence[CounterCell],
+        total_us: HistogramCell,
+        run_us: HistogramCell,
+        total_s: HistogramCell,
+    ) -> None:
+        self._counts = counts
+        self._total_us = total_us
+        self._run_us = run_us
+        self._total_s = total_s
+
+    def observe(self, total_s: float, run_s: float) -> None:
+        for cell in self._counts:
+            cell.add()
+        self._total_us.observe(total_s * 1e6)
+        self._run_us.observe(run_s * 1e6)
+        self._total_s.observe(total_s)
+
+
+class RunMeter:
+    """Counts the runs of graphs, whatever they were for."""
+
+    def __init__(
+        self, runs: CounterCell, run_us: CounterCell, run_histogram: HistogramCell
+    ) -> None:
+        self._runs = runs
+        self._run_us = run_us
+        self._run_histogram = run_histogram
+
+    def observe(self, run_s: float) -> None:
+        run_us = run_s * 1e6
+        self._runs.add()
+        self._run_us.add(run_us)
+        self._run_histogram.observe(run_us)
 
 
 class Metrics:
@@ -100,6 +164,7 @@ class Metrics:
 
     def __init__(self) -> None:
         serving, saved_model = ":tensorflow:serving:", ":tensorflow:cc:saved_model:"
+        core, batching = ":tensorflow:core:", serving + "batching_session:"
         self.request_count = Counter(serving + "request_count", ("model_name", "status"))
         self.request_latency = Histogram(
             serving + "request_latency", ("model_name", "API", "entrypoint")
@@ -107,22 +172,39 @@ class Metrics:
         self.runtime_latency = Histogram(
             serving + "runtime_latency", ("model_name", "API", "runtime")
         )
+        self.example_counts = Histogram(
+            serving + "request_example_counts", ("model",), tuple(2.0**i for i in range(14))
+        )
+        self.example_count_total = Counter(serving + "request_example_count_total", ("model",))
+        self.request_log_count = Counter(
+            serving + "request_log_count", ("model_name", "status_code")
+        )
         self.warmup_latency = Histogram(serving + "model_warmup_latency", ("model_path", "status"))
+        self.warmup_records = Counter(
+            serving + "model_warmup_records_read", ("model_path", "status")
+        )
         self.load_attempts = Counter(saved_model + "load_attempt_count", ("model_path", "status"))
         self.load_latency = Counter(saved_model + "load_latency", ("model_path",))
+        self.load_stages = Histogram(saved_model + "load_latency_by_stage", ("model_path", "stage"))
+        self.graph_runs = Counter(core + "graph_runs")
+        self.graph_run_us = Counter(core + "graph_run_time_usecs")
+        self.graph_run_histogram = Histogram(core + "graph_run_time_usecs_histogram")
+        self.runs = RunMeter(
+            self.graph_runs.cell(), self.graph_run_us.cell(), self.graph_run_histogram.cell()
+        )
+        self.queuing_latency = Histogram(batching + "queuing_latency")
+        self.wrapped_runs = Counter(batching + "wrapped_run_count")
+        sizes = tuple(2.0**i for i in range(14))
+        session = serving + "BatchingSession:"
+        self.input_batch_size = Histogram(session + "input_batch_size", (), sizes)
+        self.processed_batch_size = Histogram(session + "processed_batch_size", (), sizes)
+        self.padding_size = Histogram(session + "padding_size", (), sizes)
         self.requests = Counter("perennial_serving_requests_total", ("model", "version", "status"))
         self.request_seconds = Histogram(
             "perennial_serving_request_seconds", ("model", "version"), SECONDS_BOUNDS
         )
         self._all: list[Counter | Gauge | Histogram] = [
-            self.request_count,
-            self.request_latency,
-            self.runtime_latency,
-            self.warmup_latency,
-            self.load_attempts,
-            self.load_latency,
-            self.requests,
-            self.request_seconds,
+            metric for metric in vars(self).values() if isinstance(metric, Counter | Histogram)
         ]
 
     def gauge(
@@ -134,16 +216,24 @@ class Metrics:
         """Adds a gauge that is read when the metrics are."""
         self._all.append(Gauge(name, labels, read))
 
-    def predicted(
-        self, model: str, version: int, *, entrypoint: str, total_s: float, run_s: float
-    ) -> None:
-        """Counts one answered Predict."""
-        api = "Predict" if entrypoint == "GRPC" else "predict"
-        self.request_count.add(model, "OK")
-        self.request_latency.observe(model, api, entrypoint, value=total_s * 1e6)
-        self.runtime_latency.observe(model, "Predict", "TF1", value=run_s * 1e6)
-        self.requests.add(model, str(version), "OK")
-        self.request_seconds.observe(model, str(version), value=total_s)
+    def meter(self, model: str, version: int, *, api: str, entrypoint: str) -> Meter:
+        """What counts the answers to `api` ("Predict", "Classify", "Regress") of one version."""
+        return Meter(
+            (
+                self.request_count.cell(model, "OK"),
+                self.requests.cell(model, str(version), "OK"),
+            ),
+            self.request_latency.cell(
+                model, api if entrypoint == "GRPC" else api.lower(), entrypoint
+            ),
+            self.runtime_latency.cell(model, api, "TF1"),
+            self.request_seconds.cell(model, str(version)),
+        )
+
+    def multi_inference(self, model: str, examples: int) -> None:
+        """Counts the examples of one answered MultiInference."""
+        self.example_counts.observe(model, value=examples)
+        self.example_count_total.add(model, by=examples)
 
     def failed(self, model: str, version: int | None, code: Code) -> None:
         """Counts one refused or failed request; `model` is a configured name or UNKNOWN_MODEL."""

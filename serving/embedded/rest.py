@@ -1,59 +1,31 @@
-"""The REST interface: predict, status, metadata, and the metrics page.
-
-A small HTTP/1.1 server on httptools, in the event loop that the gRPC server runs in.
-"""
+"""The REST interface: predict, classify, regress, status, metadata, and the metrics page."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
 import time
-import zlib
-from collections import deque
-from dataclasses import dataclass, field
-from http import HTTPStatus
+from typing import Any
 from urllib.parse import unquote
 
-import httptools
 from google.protobuf.json_format import MessageToDict
-from tensorflow_serving.apis import get_model_status_pb2
+from tensorflow_serving.apis import get_model_status_pb2, model_pb2
 
-from serving.embedded import jsontensors
-from serving.embedded.inference import Asked, Core, version_status
-from serving.embedded.status import HTTP_CODE, Code, StatusError, invalid
+from serving.embedded import examples, jsonexamples, jsontensors
+from serving.embedded.http import Request, Response
+from serving.embedded.inference import LARGE_BYTES, Asked, Core, version_status
+from serving.embedded.servable import DEFAULT_SIGNATURE, Call, Servable
+from serving.embedded.signature import Output
+from serving.embedded.status import HTTP_CODE, StatusError, invalid
 
 log = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024
-MAX_BODY_BYTES = 256 * 1024 * 1024
-MAX_PIPELINED = 16
-_JSON = "application/json"
 _WHICH = r"(?:/versions/(?P<version>\d+)|/labels/(?P<label>[^/:]+))?"
 _POST = re.compile(
     rf"/v1/models/(?P<model>[^/:]+){_WHICH}:(?P<method>classify|regress|predict)", re.I
 )
 _GET = re.compile(rf"/v1/models(?:/(?P<model>[^/:]+))?{_WHICH}(?P<metadata>/metadata)?", re.I)
-
-
-@dataclass
-class Request:
-    """One HTTP request."""
-
-    method: str = ""
-    path: str = ""
-    headers: dict[bytes, bytes] = field(default_factory=dict)
-    body: bytearray = field(default_factory=bytearray)
-    keep_alive: bool = True
-
-
-@dataclass(frozen=True)
-class Response:
-    status: int
-    body: bytes
-    content_type: str = _JSON
-    headers: tuple[tuple[str, str], ...] = ()
 
 
 class Handler:
@@ -62,10 +34,14 @@ class Handler:
     Args:
         metrics_path: where the metrics are; "": nowhere.
         cors: whether to send CORS headers.
+        timeout_s: after which a request is answered with 504.
     """
 
-    def __init__(self, core: Core, *, metrics_path: str, cors: bool) -> None:
+    def __init__(
+        self, core: Core, *, metrics_path: str, cors: bool, timeout_s: float = 30.0
+    ) -> None:
         self._core = core
+        self._timeout_s = timeout_s
         self._metrics_path = metrics_path
         self._cors = cors
 
@@ -106,29 +82,41 @@ class Handler:
     async def _post(self, request: Request, match: re.Match[str]) -> str:
         asked = self._asked(match)
         method = match["method"]
-        if method in ("classify", "regress"):
-            raise self._counted(
-                asked,
-                StatusError(Code.UNIMPLEMENTED, f"{method} is not served by the embedded server"),
-            )
-        if method != "predict":
+        if method not in ("predict", "classify", "regress"):
             raise self._counted(asked, invalid(f"Malformed request: POST {request.path}"))
+        size_bytes = len(request.raw_body)
         try:
-            document = jsontensors.parse_body(_decoded(request))
+            if size_bytes > LARGE_BYTES:
+                document = await self._core.in_thread("REST", _document, request)
+            else:
+                document = _document(request)
             name = jsontensors.signature_name(document)
-            row_form = jsontensors.is_row_form(document)
         except StatusError as error:
             raise self._counted(asked, error) from None
-        answer = await self._core.predict(
+
+        def prepare(servable: Servable) -> Call:
+            if method == "predict":
+                return _predict_call(servable, name, document)
+            spec = model_pb2.ModelSpec(signature_name=name)
+            check = examples.classify if method == "classify" else examples.regress
+            return check(servable, spec, jsonexamples.to_input(document))
+
+        answer = await self._core.answer(
             asked,
-            name,
-            lambda signature: jsontensors.to_arrays(document, signature),
+            prepare,
+            api=method.capitalize(),
             entrypoint="REST",
-            unknown_signature=lambda name: invalid(
-                f'Serving signature name: "{name or "serving_default"}" not found in signature def'
-            ),
+            timeout_s=self._timeout_s,
+            size_bytes=size_bytes,
         )
-        return jsontensors.to_json(answer.outputs, row_form=row_form)
+        if method == "classify":
+            return jsonexamples.classifications(answer.result)
+        if method == "regress":
+            return jsonexamples.regressions(answer.result)
+        row_form = jsontensors.is_row_form(document)
+        if sum(output.array.nbytes for output in answer.result) > LARGE_BYTES:
+            return str(await self._core.in_thread("REST", _predictions, answer.result, row_form))
+        return _predictions(answer.result, row_form)
 
     def _get(self, match: re.Match[str]) -> str:
         started = time.perf_counter()
@@ -182,146 +170,26 @@ class Handler:
         return error
 
 
-class Connection(asyncio.Protocol):
-    """One client connection; its requests are answered in order."""
-
-    def __init__(self, handler: Handler, connections: set[Connection]) -> None:
-        self._handler = handler
-        self._connections = connections
-        self._parser = httptools.HttpRequestParser(self)
-        self._request = Request()
-        self._head_bytes = 0
-        self._waiting: deque[Request] = deque()
-        self._task: asyncio.Task[None] | None = None
-        self._closing = False
-        self._transport: asyncio.Transport
-
-    # asyncio
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._connections.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.discard(self)
-        self._closing = True
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except _TooLarge as error:
-            self._refuse(413, str(error))
-        except httptools.HttpParserUpgrade:
-            self._refuse(400, "upgrades are not supported")
-        except httptools.HttpParserError as error:
-            # What a callback raises arrives wrapped.
-            cause = error.__context__
-            if isinstance(cause, _TooLarge):
-                self._refuse(413, str(cause))
-            else:
-                self._refuse(400, f"malformed HTTP: {error}")
-
-    def drain(self) -> asyncio.Task[None] | None:
-        """Closes once what was asked is answered."""
-        self._closing = True
-        if self._task is None:
-            self._transport.close()
-        return self._task
-
-    # httptools
-
-    def on_message_begin(self) -> None:
-        self._request = Request()
-        self._head_bytes = 0
-
-    def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
-        self._request.path += url.decode("latin-1")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value))
-        self._request.headers[name.lower()] = value
-
-    def on_headers_complete(self) -> None:
-        self._request.method = self._parser.get_method().decode()
-        self._request.path = self._request.path.partition("?")[0]
-        if self._request.headers.get(b"expect", b"").lower() == b"100-continue":
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    def on_body(self, body: bytes) -> None:
-        if len(self._request.body) + len(body) > MAX_BODY_BYTES:
-            raise _TooLarge(f"the body exceeds {MAX_BODY_BYTES} bytes")
-        self._request.body += body
-
-    def on_message_complete(self) -> None:
-        self._request.keep_alive = self._parser.should_keep_alive()
-        self._waiting.append(self._request)
-        if len(self._waiting) >= MAX_PIPELINED:
-            self._transport.pause_reading()
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._serve())
-
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise _TooLarge(f"the headers exceed {MAX_HEAD_BYTES} bytes")
-
-    async def _serve(self) -> None:
-        while self._waiting:
-            request = self._waiting.popleft()
-            response = await self._handler(request)
-            if self._transport.is_closing():
-                return
-            keep_alive = request.keep_alive and not (self._closing and not self._waiting)
-            self._write(response, keep_alive=keep_alive)
-            if not keep_alive:
-                self._transport.close()
-                return
-            if len(self._waiting) < MAX_PIPELINED:
-                self._transport.resume_reading()
-        self._task = None
-
-    def _refuse(self, status: int, message: str) -> None:
-        body = json.dumps({"error": message}).encode()
-        self._write(Response(status, body), keep_alive=False)
-        self._transport.close()
-
-    def _write(self, response: Response, *, keep_alive: bool) -> None:
-        lines = [
-            f"HTTP/1.1 {response.status} {_phrase(response.status)}",
-            f"Content-Type: {response.content_type}",
-            f"Content-Length: {len(response.body)}",
-            *(f"{name}: {value}" for name, value in response.headers),
-        ]
-        if not keep_alive:
-            lines.append("Connection: close")
-        self._transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + response.body)
+def _document(request: Request) -> dict[str, Any]:
+    return jsontensors.parse_body(request.body())
 
 
-class _TooLarge(Exception):
-    """A request that exceeds a bound."""
-
-
-def _decoded(request: Request) -> bytes:
-    if request.headers.get(b"content-encoding", b"").lower() != b"gzip":
-        return bytes(request.body)
-    decoder = zlib.decompressobj(wbits=31)
+def _predict_call(servable: Servable, name: str, document: dict[str, Any]) -> Call:
     try:
-        body = decoder.decompress(bytes(request.body), MAX_BODY_BYTES)
-    except zlib.error as error:
-        raise invalid(f"Content-Encoding: gzip, but {error}") from error
-    if decoder.unconsumed_tail or not decoder.eof:
-        raise invalid(f"the gzip body is cut off or exceeds {MAX_BODY_BYTES} bytes")
-    return body
+        signature = servable.signature(name)
+    except KeyError:
+        raise invalid(
+            f'Serving signature name: "{name or DEFAULT_SIGNATURE}" not found in signature def'
+        ) from None
+    arrays = jsontensors.to_arrays(document, signature)
+    return servable.predict(signature, arrays, lambda _, array: array)
+
+
+def _predictions(outputs: list[Output], row_form: bool) -> str:
+    return jsontensors.to_json(outputs, row_form=row_form)
 
 
 def _as_dict(message) -> dict:  # type: ignore[no-untyped-def, type-arg]
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-
-
-def _phrase(status: int) -> str:
-    # 499 is the one code that Python does not know.
-    return "Client Closed Request" if status == 499 else HTTPStatus(status).phrase

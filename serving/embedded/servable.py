@@ -1,62 +1,89 @@
-"""One loaded version of one model: its signatures, its checks, its requests in flight."""
+"""One loaded version of one model: its signatures and its requests in flight."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
-from tensorflow.core.framework import types_pb2
-from tensorflow.core.protobuf import meta_graph_pb2
+from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
+from tensorflow_serving.apis import model_pb2
 
 from perennial import store
 from perennial.errors import PerennialError
 from serving.embedded import session as tf_session
-from serving.embedded.status import Code, StatusError, invalid
+from serving.embedded.metrics import Meter
+from serving.embedded.program import Program, Programs
+from serving.embedded.signature import Input, Signature
+from serving.embedded.status import Code, StatusError
+from serving.embedded.tensors import field_bytes
 
 log = logging.getLogger(__name__)
 
 DEFAULT_SIGNATURE = "serving_default"
-METHOD_NAMES = frozenset(
-    f"tensorflow/serving/{kind}" for kind in ("predict", "classify", "regress")
-)
-
-
-@dataclass(frozen=True)
-class Output:
-    """One output tensor of an answer."""
-
-    alias: str
-    dtype: int
-    array: np.ndarray
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How versions are loaded."""
+    """How versions are loaded.
+
+    Attributes:
+        on_run: told how long each run of a graph took, in seconds.
+    """
 
     tags: tuple[str, ...] = ("serve",)
-    intra_op: int = 0
-    inter_op: int = 0
+    session: config_pb2.ConfigProto = field(default_factory=config_pb2.ConfigProto)
     check_method_name: bool = False
+    on_run: Callable[[float], None] = lambda run_s: None
+
+
+class Call(NamedTuple):
+    """A checked request: what to run, and what its values mean.
+
+    Attributes:
+        signature: the name of the signature that is used.
+        finish: turns the program's values into the answer; raises StatusError.
+        examples: how many examples it holds, where that is counted.
+    """
+
+    signature: str
+    program: Program
+    arrays: Sequence[np.ndarray]
+    finish: Callable[[Sequence[np.ndarray]], Any]
+    examples: int = 0
 
 
 class Servable:
-    """A version that can answer. Thread-safe; `use()` keeps it open while a request runs."""
+    """A version that can answer. Thread-safe; as a context it stays open while a request runs.
+
+    Attributes:
+        signatures: SignatureDefs by name, as the SavedModel holds them.
+        served: the same, ready to be asked.
+        meters: what counts its answers, by interface and method.
+        declared: the programs of its signatures.
+    """
 
     def __init__(
-        self, model: str, version: int, session: tf_session.Session, *, check_method_name: bool
+        self, model: str, version: int, session: tf_session.Session, options: LoadOptions
     ) -> None:
         self.model = model
         self.version = version
-        self.typical_run_s = 0.0
+        self.meters: dict[tuple[str, str], Meter] = {}
+        self.programs = Programs(session, options.on_run)
+        self.check_method_name = options.check_method_name
+        self.served = {
+            name: Signature(name, definition, self.programs)
+            for name, definition in session.signatures.items()
+        }
+        for signature in self.served.values():
+            self._select(signature)
+        self.declared = self.programs.keep()
+        self._described: dict[str, bytes] = {}
         self._session = session
-        self._check_method_name = check_method_name
         self._condition = threading.Condition()
         self._in_flight = 0
         self._retired = False
@@ -73,10 +100,8 @@ class Servable:
                 store.verify(folder)
             except PerennialError as error:
                 raise StatusError(Code.DATA_LOSS, error.message) from error
-        session = tf_session.load(
-            folder, tags=options.tags, intra_op=options.intra_op, inter_op=options.inter_op
-        )
-        return cls(model, version, session, check_method_name=options.check_method_name)
+        session = tf_session.load(folder, tags=options.tags, config=options.session)
+        return cls(model, version, session, options)
 
     @property
     def signatures(self) -> Mapping[str, meta_graph_pb2.SignatureDef]:
@@ -107,115 +132,59 @@ class Servable:
             self._condition.wait_for(lambda: not self._in_flight)
         self._session.close()
 
-    def signature(self, name: str) -> tuple[str, meta_graph_pb2.SignatureDef]:
-        """The signature's actual name and definition; KeyError if there is none."""
-        name = name or DEFAULT_SIGNATURE
-        return name, self._session.signatures[name]
+    def signature(self, name: str) -> Signature:
+        """The signature of this name, or the default one; KeyError if there is none."""
+        return self.served[name or DEFAULT_SIGNATURE]
+
+    def _select(self, signature: Signature) -> None:
+        """Prepares a signature, so that its first request need not. An init op is no program."""
+        if not signature.is_about_tensors:
+            return
+        try:
+            signature.select()
+        except StatusError as error:
+            log.warning(
+                "%s version %d: signature %s cannot run: %s",
+                self.model,
+                self.version,
+                signature.name,
+                error,
+            )
+
+    def described(self, signature: str) -> bytes:
+        """What answered, as the serialised field `model_spec = 2` of a response."""
+        described = self._described.get(signature)
+        if described is None:
+            spec = model_pb2.ModelSpec(name=self.model, signature_name=signature)
+            spec.version.value = self.version
+            described = field_bytes(b"\x12", spec.SerializeToString())
+            self._described[signature] = described
+        return described
 
     def predict(
         self,
-        signature: meta_graph_pb2.SignatureDef,
-        inputs: Mapping[str, np.ndarray],
+        signature: Signature,
+        given: Mapping[str, Any],
+        read: Callable[[Input, Any], np.ndarray],
         output_filter: Sequence[str] = (),
-    ) -> list[Output]:
-        """Runs one signature in the caller's thread.
+    ) -> Call:
+        """A Predict, checked.
 
         Args:
-            inputs: one array per input alias; absent ones are filled from the signature's defaults.
+            given: one value per input alias; absent ones are filled from the signature's defaults.
+            read: one value as an array; raises StatusError.
             output_filter: aliases to return, in this order; empty: all.
 
         Raises:
-            StatusError: what the client did wrong, or what the graph says.
+            StatusError: what the client did wrong.
         """
-        if self._check_method_name and signature.method_name not in METHOD_NAMES:
-            raise StatusError(
-                Code.INTERNAL,
-                f"Expected prediction signature method_name to be one of {sorted(METHOD_NAMES)}. "
-                f"Was: {signature.method_name}",
-            )
-        feeds = _feeds(signature, inputs)
-        outputs = _outputs(signature, output_filter)
-        names = tuple(dict.fromkeys(signature.outputs[alias].name for alias in outputs))
-        run = self._session.callable(tuple(feeds), names)
-        started = time.perf_counter()
-        try:
-            values = dict(zip(names, run(*feeds.values()), strict=True))
-        except tf.errors.OpError as error:
-            raise tf_session.status_of(error) from error
-        elapsed_s = time.perf_counter() - started
-        self.typical_run_s += 0.1 * (elapsed_s - self.typical_run_s)
-        return [
-            Output(alias, signature.outputs[alias].dtype, values[signature.outputs[alias].name])
-            for alias in outputs
-        ]
+        if self.check_method_name:
+            signature.check_method_name()
+        arrays = signature.arrange(given, read)
+        selection = signature.select(output_filter)
+        return Call(signature.name, selection.program, arrays, selection.read)
 
 
 def not_found(model: str, version: int | None) -> StatusError:
     asked = f"Latest({model})" if version is None else f"Specific({model}, {version})"
     return StatusError(Code.NOT_FOUND, f"Servable not found for request: {asked}")
-
-
-def _feeds(
-    signature: meta_graph_pb2.SignatureDef, inputs: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Tensor name → array for every input of the signature."""
-    expected = signature.inputs
-    defaults = signature.defaults
-    sent, wanted = set(inputs), set(expected)
-    if len(sent) > len(wanted) or len(sent) < len(wanted - set(defaults)):
-        raise invalid(
-            f"input size does not match signature: {len(sent)}!={len(wanted)} "
-            f"len({_set(sent)}) != len({_set(wanted)}). Sent extra: {_set(sent - wanted)}. "
-            f"Missing but required: {_set(wanted - sent - set(defaults))}."
-        )
-    feeds = {}
-    for position, alias in enumerate(sorted(expected)):
-        info = expected[alias]
-        if alias in inputs:
-            array = inputs[alias]
-            if (given := _data_type(array)) != info.dtype:
-                raise invalid(
-                    f"Expects arg[{position}] to be {tf_session.type_name(info.dtype)} but "
-                    f"{tf_session.type_name(given)} is provided"
-                )
-        elif alias in defaults:
-            array = tf.make_ndarray(defaults[alias])
-        else:
-            raise invalid(
-                f"Signature input alias: {alias}(feed name: {info.name}) not found in request and "
-                f"no default value provided. Inputs expected to be in the request {_set(sent)}, or "
-                f"default input alias set: {','.join(sorted(defaults))}"
-            )
-        feeds[info.name] = array
-    if extra := sent - wanted:
-        raise invalid(
-            f"Inputs contains invalid name. Used request inputs: {_set(sent & wanted)}, request "
-            f"input: {_set(sent)}, not in the signature: {_set(extra)}"
-        )
-    return feeds
-
-
-def _outputs(signature: meta_graph_pb2.SignatureDef, output_filter: Sequence[str]) -> Sequence[str]:
-    if not output_filter:
-        return sorted(signature.outputs)
-    seen = set()
-    for alias in output_filter:
-        if alias not in signature.outputs:
-            raise invalid(
-                f"output tensor alias not found in signature: {alias} Outputs expected to be in "
-                f"the set {_set(signature.outputs)}."
-            )
-        if alias in seen:
-            raise invalid(f"duplicate output tensor alias: {alias}")
-        seen.add(alias)
-    return output_filter
-
-
-def _data_type(array: np.ndarray) -> int:
-    if array.dtype == object:
-        return types_pb2.DT_STRING
-    return int(tf.dtypes.as_dtype(array.dtype).as_datatype_enum)
-
-
-def _set(names: Iterable[str]) -> str:
-    return f"{{{','.join(sorted(names))}}}"

@@ -14,17 +14,19 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from tensorflow_serving.apis import model_service_pb2_grpc, prediction_service_pb2_grpc
 
 from serving.embedded import config as configs
+from serving.embedded.batching import Batcher
 from serving.embedded.flags import Flags, channel_options
-from serving.embedded.inference import Core, ModelService, PredictionService
-from serving.embedded.manager import Manager, Options
+from serving.embedded.http import Connection
+from serving.embedded.inference import Core
+from serving.embedded.loading import Loading
+from serving.embedded.manager import Loader, Manager, Options
 from serving.embedded.metrics import Metrics
-from serving.embedded.rest import Connection, Handler
-from serving.embedded.servable import LoadOptions, Servable
-from serving.embedded.status import Code, StatusError, invalid
-from serving.embedded.warmup import warm_up
+from serving.embedded.rest import Handler
+from serving.embedded.services import ModelService, PredictionService
+from serving.embedded.status import Code, StatusError
+from serving.embedded.tls import listen, read_credentials
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +45,16 @@ async def serve(flags: Flags) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     config, metrics_path = _configuration(flags)
+    credentials = read_credentials(Path(flags.ssl_config_file)) if flags.ssl_config_file else None
     metrics = Metrics()
-    manager = _manager(flags, metrics)
-    core = Core(manager, metrics, threads=flags.grpc_max_threads)
+    batcher = Batcher(flags, metrics)
+    manager = _manager(Loading(flags, metrics, batcher), flags, metrics)
+    core = Core(
+        manager,
+        metrics,
+        grpc_threads=flags.grpc_max_threads,
+        rest_threads=flags.rest_api_num_threads,
+    )
     try:
         if not await _until_stopped(
             stop, asyncio.to_thread(manager.reload, config, missing_model_s=None)
@@ -53,7 +62,7 @@ async def serve(flags: Flags) -> None:
             return
         if flags.model_config_file and flags.model_config_file_poll_wait_seconds > 0:
             _poll_config_file(flags, manager)
-        grpc_server, health_service = await _start_grpc(flags, core)
+        grpc_server, health_service = await _start_grpc(flags, core, credentials)
         async with _rest(flags, core, metrics_path):
             await stop.wait()
             log.info("draining")
@@ -68,6 +77,7 @@ async def serve(flags: Flags) -> None:
     finally:
         manager.stop()
         core.close()
+        batcher.close()
 
 
 async def _until_stopped(stop: asyncio.Event, work) -> bool:  # type: ignore[no-untyped-def]
@@ -83,12 +93,6 @@ async def _until_stopped(stop: asyncio.Event, work) -> bool:  # type: ignore[no-
 
 
 def _configuration(flags: Flags) -> tuple[configs.ModelServerConfig, str]:
-    if not flags.model_base_path and not flags.model_config_file:
-        raise invalid(
-            "Both server_options.model_base_path and server_options.model_config_file are empty!"
-        )
-    if flags.port == 0 and not flags.grpc_socket_path:
-        raise invalid("At least one of server_options.port or grpc_socket_path must be set.")
     metrics_path = ""
     if flags.monitoring_config_file:
         metrics_path = configs.read_metrics_path(Path(flags.monitoring_config_file))
@@ -97,33 +101,7 @@ def _configuration(flags: Flags) -> tuple[configs.ModelServerConfig, str]:
     return configs.single_model(flags.model_name, flags.model_base_path), metrics_path
 
 
-def _manager(flags: Flags, metrics: Metrics) -> Manager:
-    session_threads = flags.tensorflow_session_parallelism
-    load_options = LoadOptions(
-        tags=tuple(flags.saved_model_tags.split(",")),
-        intra_op=session_threads or flags.tensorflow_intra_op_parallelism,
-        inter_op=session_threads or flags.tensorflow_inter_op_parallelism,
-        check_method_name=flags.enable_signature_method_name_check,
-    )
-    iterations = max(1, flags.num_request_iterations_for_warmup)
-
-    def load(model: str, version: int, folder: Path) -> Servable:
-        path = str(folder)
-        started = time.perf_counter()
-        try:
-            servable = Servable.load(model, version, folder, load_options)
-            if flags.enable_model_warmup:
-                warming = time.perf_counter()
-                if warm_up(servable, folder, iterations=iterations):
-                    elapsed_us = (time.perf_counter() - warming) * 1e6
-                    metrics.warmup_latency.observe(path, "OK", value=elapsed_us)
-        except StatusError:
-            metrics.load_attempts.add(path, "fail")
-            raise
-        metrics.load_attempts.add(path, "success")
-        metrics.load_latency.add(path, by=int((time.perf_counter() - started) * 1e6))
-        return servable
-
+def _manager(load: Loader, flags: Flags, metrics: Metrics) -> Manager:
     manager = Manager(
         load,
         Options(
@@ -131,6 +109,8 @@ def _manager(flags: Flags, metrics: Metrics) -> Manager:
             max_retries=flags.max_num_load_retries,
             retry_interval_s=flags.load_retry_interval_micros / 1e6,
             early_labels=flags.allow_version_labels_for_unavailable_models,
+            load_threads=flags.num_load_threads,
+            unload_threads=flags.num_unload_threads,
         ),
     )
     metrics.gauge(
@@ -148,7 +128,7 @@ def _manager(flags: Flags, metrics: Metrics) -> Manager:
 
 
 async def _start_grpc(
-    flags: Flags, core: Core
+    flags: Flags, core: Core, credentials: grpc.ServerCredentials | None
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer | None]:
     options = [
         # A second server on the same port must fail, not share it.
@@ -158,10 +138,8 @@ async def _start_grpc(
         *channel_options(flags.grpc_channel_arguments),
     ]
     server = grpc.aio.server(options=options)
-    prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server(
-        PredictionService(core, as_content=flags.enable_serialization_as_tensor_content), server
-    )
-    model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(core), server)
+    prediction = PredictionService(core, as_content=flags.enable_serialization_as_tensor_content)
+    server.add_generic_rpc_handlers((prediction.handler(), ModelService(core).handler()))
     health_service = None
     if flags.enable_grpc_healthcheck_service:
         health_service = health.aio.HealthServicer()
@@ -171,11 +149,7 @@ async def _start_grpc(
     addresses = [f"{flags.bind_address}:{flags.port}"] if flags.port else []
     if flags.grpc_socket_path:
         addresses.append(f"unix:{flags.grpc_socket_path}")
-    for address in addresses:
-        try:
-            server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise StatusError(Code.UNAVAILABLE, f"cannot listen on {address}: {error}") from error
+    listen(server, addresses, credentials)
     await server.start()
     log.info("Running gRPC ModelServer at %s ...", ", ".join(addresses))
     return server, health_service
@@ -191,7 +165,12 @@ async def _rest(flags: Flags, core: Core, metrics_path: str):  # type: ignore[no
         log.error("--rest_api_port is the same as --port: no REST API is served")
         yield
         return
-    handler = Handler(core, metrics_path=metrics_path, cors=flags.rest_api_enable_cors_support)
+    handler = Handler(
+        core,
+        metrics_path=metrics_path,
+        cors=flags.rest_api_enable_cors_support,
+        timeout_s=flags.rest_api_timeout_in_ms / 1000,
+    )
     connections: set[Connection] = set()
     try:
         server = await asyncio.get_running_loop().create_server(
@@ -222,7 +201,12 @@ def _poll_config_file(flags: Flags, manager: Manager) -> None:
         while True:
             time.sleep(flags.model_config_file_poll_wait_seconds)
             try:
-                manager.reload(configs.read_server_config(path))
+                config = configs.read_server_config(path)
+            except StatusError as error:
+                log.error("Failed to read ModelServerConfig file: %s", error)
+                continue
+            try:
+                manager.reload(config)
             except StatusError as error:
                 log.error(
                     "PollFilesystemAndReloadConfig failed to ReloadConfig: %s (process %d)",

@@ -9,7 +9,7 @@ releases the GIL and raises the C++ error. tests/serving/test_session.py fails w
 from __future__ import annotations
 
 import logging
-import threading
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,13 +18,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
+from tensorflow.python.client import pywrap_tf_session as tf_session
 
 from serving.embedded.status import Code, StatusError
 
 logging.getLogger("tensorflow").setLevel(logging.ERROR)
-
-# Callables kept per version: one per set of input and output tensors that clients ask for.
-MAX_CALLABLES = 64
 
 Run = Callable[..., list[np.ndarray]]
 
@@ -43,29 +41,54 @@ class Session:
     ) -> None:
         self._session = session
         self.signatures = signatures
-        self._lock = threading.Lock()
-        self._make = lru_cache(maxsize=MAX_CALLABLES)(self._make_callable)
 
     def callable(self, feeds: tuple[str, ...], fetches: tuple[str, ...]) -> Run:
-        """A function from arrays, in the order of `feeds`, to arrays in the order of `fetches`.
+        """A new function from arrays, in the order of `feeds`, to arrays in that of `fetches`.
 
-        It raises `tf.errors.OpError` with the runtime's own code and message.
+        It raises `tf.errors.OpError` with the runtime's own code and message, and so does this.
         """
-        with self._lock:
-            return self._make(feeds, fetches)
-
-    def _make_callable(self, feeds: tuple[str, ...], fetches: tuple[str, ...]) -> Run:
         options = config_pb2.CallableOptions(feed=feeds, fetch=fetches)
         options.run_options.inter_op_thread_pool = -1
         return self._session._make_callable_from_options(options)
 
+    def run_within(
+        self,
+        feeds: tuple[str, ...],
+        fetches: tuple[str, ...],
+        arrays: Sequence[np.ndarray],
+        timeout_s: float,
+    ) -> list[np.ndarray]:
+        """As the callable, but ended by the runtime after `timeout_s` with DEADLINE_EXCEEDED.
+
+        It runs in TensorFlow's threads: a run in the caller's thread cannot be ended.
+        """
+        options = config_pb2.RunOptions(timeout_in_ms=max(1, math.ceil(timeout_s * 1000)))
+        buffer = tf_session.TF_NewBufferFromString(options.SerializeToString())
+        try:
+            return self._session._call_tf_sessionrun(
+                buffer,
+                {self._tf_output(name): array for name, array in zip(feeds, arrays, strict=True)},
+                [self._tf_output(name) for name in fetches],
+                [],
+                None,
+            )
+        finally:
+            tf_session.TF_DeleteBuffer(buffer)
+
+    def _tf_output(self, name: str) -> Any:
+        return self._session.graph.get_tensor_by_name(name)._as_tf_output()
+
     def close(self) -> None:
-        self._make.cache_clear()
         self._session.close()
 
 
-def load(folder: Path, *, tags: Sequence[str], intra_op: int, inter_op: int) -> Session:
+def load(
+    folder: Path, *, tags: Sequence[str] = ("serve",), config: config_pb2.ConfigProto | None = None
+) -> Session:
     """Loads a SavedModel into its own graph.
+
+    Args:
+        config: threads and the rest of how sessions run; None: TensorFlow's defaults.
 
     Raises:
         StatusError: with the code and the words of the C++ server where it has its own.
@@ -76,9 +99,6 @@ def load(folder: Path, *, tags: Sequence[str], intra_op: int, inter_op: int) -> 
             "Specified file path does not appear to contain a SavedModel bundle (should have a "
             f"file called `saved_model.pb`)\nSpecified file path: {folder}",
         )
-    config = tf.compat.v1.ConfigProto(
-        intra_op_parallelism_threads=intra_op, inter_op_parallelism_threads=inter_op
-    )
     graph = tf.Graph()
     session = tf.compat.v1.Session(graph=graph, config=config)
     try:
@@ -108,6 +128,7 @@ def status_of(error: tf.errors.OpError) -> StatusError:
     return StatusError(Code(error.error_code), error.message)
 
 
+@lru_cache(maxsize=256)
 def numpy_type(dtype: int) -> Any:
     """The numpy type of a `tensorflow.DataType`; strings are `object`.
 

@@ -8,6 +8,7 @@ bytes.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -57,12 +58,14 @@ def to_array(tensor: TensorProto) -> np.ndarray:
         raise ValueError(f"type {dtype} cannot be sent as a value")
     if tensor.tensor_shape.unknown_rank:
         raise ValueError("unknown rank")
-    shape = tuple(dim.size for dim in tensor.tensor_shape.dim)
-    if any(size < 0 for size in shape):
-        raise ValueError(f"shape {list(shape)} is not fully defined")
+    shape = [dim.size for dim in tensor.tensor_shape.dim]
+    if shape and min(shape) < 0:
+        raise ValueError(f"shape {shape} is not fully defined")
     size = math.prod(shape)
     if tensor.tensor_content:
         return _from_content(tensor, dtype, size).reshape(shape)
+    if dtype in _PACKED_AS_BYTES and (array := _packed(tensor, dtype, size)) is not None:
+        return array.reshape(shape)
     return _from_values(tensor, dtype, size).reshape(shape)
 
 
@@ -73,6 +76,19 @@ def _from_content(tensor: TensorProto, dtype: int, size: int) -> np.ndarray:
     if array.size != size:
         raise ValueError(f"tensor_content holds {array.size} values, the shape {size}")
     return array
+
+
+def _packed(tensor: TensorProto, dtype: int, size: int) -> np.ndarray | None:
+    """A view of float values in the tensor's own wire form, where they come last; else None."""
+    numpy_dtype = np.dtype(numpy_type(dtype))
+    values = size * numpy_dtype.itemsize
+    raw = tensor.SerializeToString()
+    if not values or values > len(raw):
+        return None
+    start = len(raw) - values
+    if not raw.endswith(_PACKED_AS_BYTES[dtype] + _varint(values), 0, start):
+        return None
+    return np.frombuffer(raw, numpy_dtype, size, start)
 
 
 def _from_values(tensor: TensorProto, dtype: int, size: int) -> np.ndarray:
@@ -128,10 +144,7 @@ def _strings_from_content(content: bytes, size: int) -> np.ndarray:
 def fill(tensor: TensorProto, array: np.ndarray, dtype: int, *, as_content: bool) -> None:
     """Writes `array` into an empty `tensor`, as typed values or (not strings) as raw bytes."""
     array = np.asarray(array)
-    if key := None if as_content else _PACKED_AS_BYTES.get(dtype):
-        raw = array.tobytes()
-        tensor.MergeFromString(key + _varint(len(raw)) + raw if raw else b"")
-    elif as_content and dtype != types_pb2.DT_STRING:
+    if as_content and dtype != types_pb2.DT_STRING:
         tensor.tensor_content = array.tobytes()
     else:
         _extend(getattr(tensor, _VALUE_FIELD[dtype]), array, dtype)
@@ -139,6 +152,33 @@ def fill(tensor: TensorProto, array: np.ndarray, dtype: int, *, as_content: bool
     shape = tensor.tensor_shape
     for size in array.shape:
         shape.dim.add().size = size
+
+
+def serialized(array: np.ndarray, dtype: int, *, as_content: bool) -> bytes:
+    """The array as a serialised TensorProto; floats are written by hand, which is much cheaper."""
+    key = None if as_content else _PACKED_AS_BYTES.get(dtype)
+    if key is None:
+        tensor = TensorProto()
+        fill(tensor, array, dtype, as_content=as_content)
+        return bytes(tensor.SerializeToString())
+    raw = array.tobytes()
+    head = _dtype_and_shape(dtype, np.shape(array))
+    return head + field_bytes(key, raw) if raw else head
+
+
+@lru_cache(maxsize=1024)
+def _dtype_and_shape(dtype: int, shape: tuple[int, ...]) -> bytes:
+    """The fields dtype = 1 and tensor_shape = 2 of a TensorProto."""
+    dims = b"".join(
+        field_bytes(b"\x12", b"\x08" + _varint(size) if size else b"") for size in shape
+    )
+    return b"\x08" + _varint(dtype) + field_bytes(b"\x12", dims)
+
+
+def field_bytes(key: bytes, value: bytes) -> bytes:
+    """A length-delimited protobuf field; `key` is its number and wire type."""
+    size = len(value)
+    return key + (_SHORT[size] if size < 0x80 else _varint(size)) + value
 
 
 def _extend(field, array: np.ndarray, dtype: int) -> None:  # type: ignore[no-untyped-def]
@@ -157,3 +197,7 @@ def _varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+# The varints of one byte.
+_SHORT = [bytes([value]) for value in range(0x80)]

@@ -6,23 +6,20 @@ that fails, fails the load: a version that cannot answer its own examples must n
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 from tensorflow_serving.apis import prediction_log_pb2
 
+from serving.embedded import examples
 from serving.embedded import session as tf_session
+from serving.embedded.predict import predict_call
 from serving.embedded.servable import Servable
 from serving.embedded.status import Code, StatusError
-from serving.embedded.tensors import to_array
-
-log = logging.getLogger(__name__)
 
 FILE = Path("assets.extra") / "tf_serving_warmup_requests"
 MAX_RECORDS = 1000
-_NOT_SERVED = frozenset({"classify_log", "regress_log", "multi_inference_log"})
 
 
 def warm_up(servable: Servable, folder: Path, *, iterations: int = 1) -> int:
@@ -60,23 +57,21 @@ def warm_up(servable: Servable, folder: Path, *, iterations: int = 1) -> int:
 
 def _replay(servable: Servable, record: prediction_log_pb2.PredictionLog, path: Path) -> None:
     kind = record.WhichOneof("log_type")
-    if kind is None:
-        return
-    if kind in _NOT_SERVED:
-        log.warning("%s: a %s record is skipped, this server answers Predict only", path, kind)
-        return
-    if kind != "predict_log":
-        raise StatusError(Code.UNIMPLEMENTED, f"Unsupported log_type for warmup: {kind} in {path}")
-    request = record.predict_log.request
-    try:
-        _, signature = servable.signature(request.model_spec.signature_name)
-        inputs = {alias: to_array(tensor) for alias, tensor in request.inputs.items()}
-    except KeyError as error:
-        raise StatusError(
-            Code.FAILED_PRECONDITION, f"Serving signature key {error} not found in {path}"
-        ) from error
-    except ValueError as error:
-        raise StatusError(
-            Code.INVALID_ARGUMENT, f"tensor parsing error in {path}: {error}"
-        ) from error
-    servable.predict(signature, inputs, request.output_filter)
+    match kind:
+        case None:
+            return
+        case "predict_log":
+            call = predict_call(servable, record.predict_log.request)
+        case "classify_log":
+            classify = record.classify_log.request
+            call = examples.classify(servable, classify.model_spec, classify.input)
+        case "regress_log":
+            regress = record.regress_log.request
+            call = examples.regress(servable, regress.model_spec, regress.input)
+        case "multi_inference_log":
+            call = examples.multi_inference(servable, record.multi_inference_log.request)
+        case _:
+            raise StatusError(
+                Code.UNIMPLEMENTED, f"Unsupported log_type for warmup: {kind} in {path}"
+            )
+    call.finish(call.program.warm(call.arrays))

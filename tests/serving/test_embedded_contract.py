@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,81 +21,14 @@ from google.protobuf import text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow.core.framework.tensor_pb2 import TensorProto
 from tensorflow_serving.apis import (
-    classification_pb2,
     get_model_metadata_pb2,
     get_model_status_pb2,
-    model_management_pb2,
-    model_service_pb2_grpc,
     predict_pb2,
-    prediction_service_pb2_grpc,
 )
 
 from perennial import store
-from tests.support.serving import Server, is_embedded, wait_until
-
-AVAILABLE = get_model_status_pb2.ModelVersionStatus.AVAILABLE
-END = get_model_status_pb2.ModelVersionStatus.END
-ours_only = pytest.mark.skipif(not is_embedded(), reason="differs on purpose from the real server")
-
-
-class Client:
-    """The official stubs on one channel."""
-
-    def __init__(self, server: Server, channel: grpc.Channel) -> None:
-        self.server = server
-        self.channel = channel
-        self.prediction = prediction_service_pb2_grpc.PredictionServiceStub(channel)
-        self.models = model_service_pb2_grpc.ModelServiceStub(channel)
-
-    def reload(self, *models: str, timeout_s: float = 60) -> None:
-        """Sends a ModelConfigList of the given text-format ModelConfigs."""
-        request = model_management_pb2.ReloadConfigRequest()
-        request.config.model_config_list.SetInParent()
-        text = "".join(f"config {{ model_platform: 'tensorflow' {model} }}" for model in models)
-        text_format.Parse(text, request.config.model_config_list)
-        self.models.HandleReloadConfigRequest(request, timeout=timeout_s)
-
-    def states(self, model: str) -> dict[int, int]:
-        request = get_model_status_pb2.GetModelStatusRequest()
-        request.model_spec.name = model
-        try:
-            response = self.models.GetModelStatus(request, timeout=10)
-        except grpc.RpcError as error:
-            if error.code() != grpc.StatusCode.NOT_FOUND:
-                raise
-            return {}
-        return {status.version: status.state for status in response.model_version_status}
-
-    def await_states(self, model: str, **wanted: int) -> None:
-        versions = {int(name[1:]): state for name, state in wanted.items()}
-
-        def reached() -> bool:
-            states = self.states(model)
-            return all(states.get(version, END) == state for version, state in versions.items())
-
-        wait_until(reached, what=f"{model} reaches {versions}")
-
-    def predict(
-        self,
-        model: str = "affine",
-        *,
-        version: int | None = None,
-        label: str | None = None,
-        signature: str = "",
-        outputs: tuple[str, ...] = (),
-        **inputs: Any,
-    ) -> predict_pb2.PredictResponse:
-        request = predict_pb2.PredictRequest(output_filter=outputs)
-        request.model_spec.name = model
-        request.model_spec.signature_name = signature
-        if version is not None:
-            request.model_spec.version.value = version
-        if label is not None:
-            request.model_spec.version_label = label
-        for alias, value in inputs.items():
-            is_tensor = isinstance(value, TensorProto)
-            request.inputs[alias].CopyFrom(value if is_tensor else tf.make_tensor_proto(value))
-        return self.prediction.Predict(request, timeout=10)
+from tests.support.embedded import AVAILABLE, END, Client, ours_only, refused
+from tests.support.serving import Server, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +59,6 @@ def client(server: Server, channel: grpc.Channel, base: tuple[str, str]) -> Clie
 def http(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.rest_url, timeout=10, trust_env=False) as http:
         yield http
-
-
-def refused(call: Callable[[], Any]) -> tuple[str, str]:
-    """The status code's name and the details of a call that must fail."""
-    with pytest.raises(grpc.RpcError) as caught:
-        call()
-    error: Any = caught.value
-    return error.code().name, error.details()
 
 
 # Predict
@@ -284,13 +209,6 @@ def test_unknown_signature_model_version_and_label(client: Client) -> None:
         "INVALID_ARGUMENT",
         "Missing ModelSpec",
     )
-
-
-@ours_only
-def test_says_what_it_does_not_serve(client: Client) -> None:
-    request = classification_pb2.ClassificationRequest()
-
-    assert refused(lambda: client.prediction.Classify(request))[0] == "UNIMPLEMENTED"
 
 
 def test_metadata(client: Client) -> None:
@@ -707,12 +625,3 @@ def test_http_connection_outlives_pipelined_and_broken_requests(server: Server) 
     huge = b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n"
     assert talk(huge).startswith(b"HTTP/1.1 413")
     assert json.loads(talk(last).partition(b"\r\n\r\n")[2])
-
-
-# Process
-
-
-@ours_only
-def test_sigterm_drains_and_exits_0(second_server: Server) -> None:
-    assert second_server.stop() == 0
-    assert "draining" in second_server.log

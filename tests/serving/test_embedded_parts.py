@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.embedded import config as configs
-from serving.embedded.flags import FlagError, channel_options, parse
+from serving.embedded.flags import FlagError, Flags, channel_options, check, parse
 from serving.embedded.status import StatusError, truncated
 from serving.embedded.versions import Load, State, Unload, next_step
 from tests.support.serving import ROOT
@@ -25,6 +26,7 @@ def test_flags_of_the_real_server_start_this_one() -> None:
             "--enable_grpc_healthcheck_service",
             "--enable_model_warmup=false",
             "--num_load_threads=4",
+            "--enable_profiler=false",
             "--made_up=1",
         ]
     )
@@ -33,7 +35,7 @@ def test_flags_of_the_real_server_start_this_one() -> None:
     assert flags.enable_grpc_healthcheck_service
     assert not flags.enable_model_warmup
     assert warnings == [
-        "--num_load_threads has no effect in the embedded server",
+        "--enable_profiler has no effect in the embedded server",
         "unknown argument: --made_up=1",
     ]
 
@@ -44,8 +46,7 @@ def test_flags_of_the_real_server_start_this_one() -> None:
         "--port=x",
         "--port",
         "--enable_model_warmup=maybe",
-        "--ssl_config_file=x",
-        "--use_alts_credentials=true",
+        "--use_alts_credentials=2",
     ],
 )
 def test_values_that_cannot_be_honoured_are_errors(argument: str) -> None:
@@ -53,9 +54,35 @@ def test_values_that_cannot_be_honoured_are_errors(argument: str) -> None:
         parse([argument])
 
 
-def test_parallelism_flags_exclude_each_other() -> None:
-    with pytest.raises(FlagError, match="excludes"):
-        parse(["--tensorflow_session_parallelism=1", "--tensorflow_intra_op_parallelism=1"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "Both server_options.model_base_path and server_options.model_config_file are empty!"),
+        ({"port": 0, "model_base_path": "/m"}, "At least one of server_options.port or"),
+        (
+            {"model_base_path": "/m", "batching_parameters_file": "f"},
+            "server_options.batching_parameters_file is set without setting "
+            "server_options.enable_batching to true.",
+        ),
+        (
+            {"model_base_path": "/m", "use_alts_credentials": True, "ssl_config_file": "f"},
+            "cannot both be set",
+        ),
+        ({"model_base_path": "/m", "use_alts_credentials": True}, "there is no ALTS"),
+        (
+            {
+                "model_base_path": "/m",
+                "tensorflow_session_parallelism": 1,
+                "tensorflow_intra_op_parallelism": 1,
+                "tensorflow_inter_op_parallelism": 1,
+            },
+            "excludes",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit_together_end_the_start(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(StatusError, match=message):
+        check(Flags(**given))
 
 
 def test_channel_options() -> None:

@@ -22,7 +22,7 @@ DTYPES = (
 
 
 def load(folder: Path) -> tf_session.Session:
-    return tf_session.load(folder, tags=("serve",), intra_op=1, inter_op=1)
+    return tf_session.load(folder)
 
 
 def test_the_fast_path_is_where_it_was() -> None:
@@ -43,7 +43,6 @@ def test_a_callable_runs_in_the_callers_thread_and_keeps_the_runtimes_errors(
 
     np.testing.assert_array_equal(total, np.float32([5, 8]))
     assert list(echo) == [b"a!", b"b!"]
-    assert session.callable(feeds, fetches) is run
     with pytest.raises(tf.errors.InvalidArgumentError, match="Incompatible shapes"):
         run(np.float32([1, 2, 3]), np.int64([3, 4]), np.array([b"a"], object))
     session.close()
@@ -61,7 +60,7 @@ def test_load_failures_have_the_real_servers_code_and_words(
     exports: Path, folder: str, tags: tuple[str, ...], code: Code, message: str
 ) -> None:
     with pytest.raises(StatusError, match=message) as caught:
-        tf_session.load(exports / folder, tags=tags, intra_op=1, inter_op=1)
+        tf_session.load(exports / folder, tags=tags)
 
     assert caught.value.code == code
 

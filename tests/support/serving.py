@@ -139,7 +139,9 @@ def export_model(folder: Path, kind: str, *, scale: float = 2.0) -> Path:
 
     Args:
         kind: `affine` (x float [n] → y = scale * x), `mixed` (x float [n], k int64 [n],
-            s string [n] → total float [n], echo string [n]).
+            s string [n] → total float [n], echo string [n]), `examples` (inputs string [n]:
+            serialised Examples with a float x; see `_examples_signatures`), `rows` (x float
+            [n, m] → total float [n]; signatures scalar and short break the first dimension).
     """
     import tensorflow as tf
 
@@ -168,9 +170,92 @@ def export_model(folder: Path, kind: str, *, scale: float = 2.0) -> Path:
                 "echo": tf.strings.join([s, "!"]),
             }
 
-    module = {"affine": Affine, "mixed": Mixed}[kind]()
+    if kind == "examples":
+        module = tf.Module()
+        signatures = _examples_signatures(module, scale)
+    elif kind == "rows":
+        module = tf.Module()
+        signatures = _rows_signatures()
+    else:
+        module = {"affine": Affine, "mixed": Mixed}[kind]()
+        signatures = {"serving_default": module.serve}
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f"tmp-{folder.name}")
-    tf.saved_model.save(module, str(temporary), signatures={"serving_default": module.serve})
+    tf.saved_model.save(module, str(temporary), signatures=signatures)
+    if kind == "examples":
+        _name_methods(temporary)
     temporary.rename(folder)
     return folder
+
+
+def _examples_signatures(module: Any, scale: float) -> dict[str, Any]:
+    """Signatures that parse Examples (float x, float c = 0); y = scale * x + c.
+
+    serving_default: regression of y [n, 1]; classify: labels "low" [n, 2] and "high" with scores
+    -y and y; labels, scores: one of the two; flat: regression of y [n]; wide, short, number: break
+    what a regression or classification promises; other: reads another input.
+    """
+    import tensorflow as tf
+
+    module.scale = tf.Variable(scale)
+    spec = {
+        "x": tf.io.FixedLenFeature([], tf.float32),
+        "c": tf.io.FixedLenFeature([], tf.float32, default_value=0.0),
+    }
+
+    def y(inputs: Any) -> Any:  # string [n] → float [n]
+        parsed = tf.io.parse_example(inputs, spec)
+        return parsed["x"] * module.scale + parsed["c"]
+
+    def labels(inputs: Any) -> Any:  # string [n] → string [n, 2]
+        return tf.tile([["low", "high"]], [tf.size(inputs), 1])
+
+    def scores(inputs: Any) -> Any:  # string [n] → float [n, 2]
+        return tf.stack([-y(inputs), y(inputs)], axis=1)
+
+    outputs: dict[str, Callable[[Any], Any]] = {
+        "serving_default": lambda inputs: {"outputs": y(inputs)[:, tf.newaxis]},
+        "flat": lambda inputs: {"outputs": y(inputs)},
+        "classify": lambda inputs: {"classes": labels(inputs), "scores": scores(inputs)},
+        "labels": lambda inputs: {"classes": labels(inputs)},
+        "scores": lambda inputs: {"scores": scores(inputs)},
+        "wide": lambda inputs: {"outputs": scores(inputs)},
+        "short": lambda inputs: {"outputs": y(inputs)[1:]},
+        "number": lambda inputs: {"classes": scores(inputs)},
+        "three": lambda inputs: {"classes": labels(inputs), "scores": scores(inputs), "z": inputs},
+    }
+    string = tf.TensorSpec([None], tf.string, "inputs")
+    signatures = {
+        name: tf.function(function, input_signature=[string]) for name, function in outputs.items()
+    }
+    signatures["other"] = tf.function(
+        lambda examples: {"outputs": y(examples)},
+        input_signature=[tf.TensorSpec([None], tf.string, "examples")],
+    )
+    return signatures
+
+
+def _rows_signatures() -> dict[str, Any]:
+    import tensorflow as tf
+
+    outputs: dict[str, Callable[[Any], Any]] = {
+        "serving_default": lambda x: {"total": tf.reduce_sum(x, axis=1)},
+        "scalar": lambda x: {"total": tf.reduce_sum(x)},
+        "short": lambda x: {"total": tf.reduce_sum(x, axis=1)[1:]},
+    }
+    matrix = tf.TensorSpec([None, None], tf.float32, "x")
+    return {
+        name: tf.function(function, input_signature=[matrix]) for name, function in outputs.items()
+    }
+
+
+def _name_methods(folder: Path) -> None:
+    """Gives two signatures the method names that TF1's builder wrote; TF2 always says predict."""
+    from tensorflow.core.protobuf import saved_model_pb2
+
+    path = folder / "saved_model.pb"
+    saved = saved_model_pb2.SavedModel.FromString(path.read_bytes())
+    signatures = saved.meta_graphs[0].signature_def
+    signatures["serving_default"].method_name = "tensorflow/serving/regress"
+    signatures["classify"].method_name = "tensorflow/serving/classify"
+    path.write_bytes(saved.SerializeToString())
