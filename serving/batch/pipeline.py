@@ -80,7 +80,7 @@ class SavedModelHandler(ModelHandler[Rows, PredictionResult, Any]):
 
         folder, data = self._model.folder, self._model.spec.data
         try:
-            loaded = session.load(folder, tags=("serve",), intra_op=0, inter_op=0)
+            loaded = session.load(folder)
         except StatusError as error:
             raise Permanent("batch.signature", f"{folder} can't be loaded: {error}") from error
         signature = loaded.signatures.get(SIGNATURE)

@@ -19,7 +19,7 @@ from serving import tfserving
 from serving.protos import tfserving_pb2 as pb
 from serving.replica import ReplicaClient
 from serving.tfserving import Actuator, ModelAssignment, Pool, Replica
-from tests.support.serving import ROOT, Server, free_port, start_server, wait_until
+from tests.support.serving import ROOT, Server, free_port, wait_until
 
 DEADLINE_S = 60.0
 
@@ -278,35 +278,6 @@ def test_an_actuator_that_is_killed_at_any_act_is_taken_up_by_the_next(
         thread.join()
     assert kills >= 9, "the file, and two reloads of two replicas, each before and after"
     assert failed == []
-
-
-def restart(server: Server) -> None:
-    """The same command again, in a new process."""
-    with server.log_file.open("ab") as log:
-        server.process = subprocess.Popen(
-            server.process.args, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-        )
-    wait_until(server.is_open, timeout_s=120, what="the server opens its port again")
-
-
-def test_a_replica_that_restarts_comes_back_with_what_is_declared(
-    exports: Path, tmp_path: Path
-) -> None:
-    flags = ("--allow_version_labels_for_unavailable_models", "--file_system_poll_wait_seconds=1")
-    with start_server(tmp_path, flags=flags) as first:
-        pool = Pool("stable", (Replica(first.target),), first.config_file)
-        first.config_file.unlink()
-        wanted = affine(exports, 2, stable=2)
-        Actuator(pool).apply("affine", wanted, deadline_s=DEADLINE_S)
-        first.process.kill()
-        first.process.wait()
-        after = affine(exports, 2, 3, stable=3)
-        with pytest.raises(Retryable, match="unreachable"):
-            Actuator(pool).apply("affine", after, deadline_s=2)
-        restart(first)
-        (served,) = Actuator(pool).apply("affine", after, deadline_s=DEADLINE_S)
-        assert served.is_exactly(after)
-        assert predict(first.target, "stable") == 3
 
 
 def test_an_unreachable_replica_is_retryable(exports: Path, tmp_path: Path) -> None:
