@@ -52,6 +52,12 @@ class Settings(BaseModel):
     router_max_bytes: int = Field(
         8 << 20, ge=1024, le=64 << 20, description="Largest request that the router takes."
     )
+    router_try_s: float = Field(
+        10.0,
+        gt=0,
+        le=60,
+        description="Longest attempt of a call while a canary has a share; then stable answers.",
+    )
     router_tester_token: str = Field(
         "", description="File of the token that lets testers name the arm; mode 0600."
     )

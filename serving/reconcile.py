@@ -21,6 +21,7 @@ from serving.router.envoy import admin_url
 from serving.router.routes import (
     ModelRouting,
     read_routes,
+    route_options,
     routes_path,
     wait_applied,
     write_routes,
@@ -188,9 +189,7 @@ class Serving:
             )
             for model in models
         }
-        write_routes(
-            routes_path(self.settings), routing, capture_percent=self.settings.capture_percent
-        )
+        write_routes(routes_path(self.settings), routing, **route_options(self.settings))
 
     def _route(self, model: str, routing: ModelRouting) -> None:
         path = routes_path(self.settings)
@@ -201,7 +200,7 @@ class Serving:
             if declared.get(model) == routing:
                 return
             version = write_routes(
-                path, {**declared, model: routing}, capture_percent=self.settings.capture_percent
+                path, {**declared, model: routing}, **route_options(self.settings)
             )
         wait_applied(self.admin_url, version, deadline_s=ROUTE_DEADLINE_S)
         log.info(

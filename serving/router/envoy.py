@@ -28,6 +28,7 @@ from serving.router import edge
 from serving.router.routes import (
     CAPTURE_KEY,
     ROUTE_CONFIG,
+    route_options,
     routes_path,
     shadow_routes,
     write_routes,
@@ -121,7 +122,7 @@ def write_bootstrap(settings: Settings) -> Path:
     spool.mkdir(parents=True, exist_ok=True, mode=0o700)
     spool.chmod(0o700)
     if not routes_path(settings).exists():
-        write_routes(routes_path(settings), {}, capture_percent=settings.capture_percent)
+        write_routes(routes_path(settings), {}, **route_options(settings))
     path = bootstrap_path(settings)
     # The configuration holds keys.
     path.parent.chmod(0o700)
@@ -286,6 +287,7 @@ def _listener(settings: Settings) -> dict[str, Any]:
         # labels come back by it.
         use_remote_address=True,
         preserve_external_request_id=True,
+        local_reply_config={"mappers": [_TOO_LARGE]},
     )
     tls = edge.transport_socket(settings, bootstrap_path(settings).parent)
     return {
@@ -337,6 +339,38 @@ def _manager(
         **options,
     )
 
+
+_TOO_LARGE = {
+    # Envoy's own choice for 413 is UNKNOWN; every gRPC server says RESOURCE_EXHAUSTED.
+    "filter": {
+        "and_filter": {
+            "filters": [
+                {
+                    "status_code_filter": {
+                        "comparison": {
+                            "op": "EQ",
+                            "value": {"default_value": 413, "runtime_key": "perennial.too_large"},
+                        }
+                    }
+                },
+                {
+                    "header_filter": {
+                        "header": {
+                            "name": "content-type",
+                            "string_match": {"prefix": "application/grpc"},
+                        }
+                    }
+                },
+            ]
+        }
+    },
+    "headers_to_add": [
+        {
+            "header": {"key": "grpc-status", "value": "8"},
+            "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+        }
+    ],
+}
 
 _WINDOWS = {"initial_stream_window_size": 4 << 20, "initial_connection_window_size": 32 << 20}
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import httpx
 
@@ -119,10 +119,22 @@ def routes_path(settings: Settings) -> Path:
     return settings.run_dir / "router" / "routes.json"
 
 
+class RouteOptions(TypedDict):
+    """What an installation's settings say about all routes."""
+
+    capture_percent: int
+    try_s: float
+
+
+def route_options(settings: Settings) -> RouteOptions:
+    return {"capture_percent": settings.capture_percent, "try_s": settings.router_try_s}
+
+
 def route_configuration(
     models: Mapping[str, ModelRouting],
     *,
     capture_percent: int = 100,
+    try_s: float = 10.0,
     max_duration_s: float = 60.0,
 ) -> dict[str, Any]:
     """The RouteConfiguration for `models`, as JSON.
@@ -131,13 +143,15 @@ def route_configuration(
         models: by name; may be empty (everything goes to stable).
         capture_percent: share of the predict calls that are captured while nobody changed the
             runtime key.
+        try_s: longest attempt of a split call while the canary has a share: a canary that hangs
+            is waited for so long, then stable answers.
         max_duration_s: longest call; a client's shorter grpc-timeout wins.
 
     Raises:
         Permanent: `router.model`, for a name that is no model's.
     """
     alone = next(iter(models)) if len(models) == 1 else None
-    builder = _Builder(capture_percent, max_duration_s)
+    builder = _Builder(capture_percent, try_s, max_duration_s)
     routes: list[dict[str, Any]] = []
     for name, routing in sorted(models.items()):
         if not NAME_FORM.fullmatch(name):
@@ -180,7 +194,11 @@ def route_configuration(
 
 
 def write_routes(
-    path: Path, models: Mapping[str, ModelRouting], *, capture_percent: int = 100
+    path: Path,
+    models: Mapping[str, ModelRouting],
+    *,
+    capture_percent: int = 100,
+    try_s: float = 10.0,
 ) -> str:
     """Replaces the routes that Envoy watches, atomically; returns the new version.
 
@@ -188,7 +206,7 @@ def write_routes(
     force: some milliseconds later.
     """
     version = str(time.time_ns())
-    resource = route_configuration(models, capture_percent=capture_percent)
+    resource = route_configuration(models, capture_percent=capture_percent, try_s=try_s)
     content = {"version_info": version, "resources": [resource]}
     write_atomic(path, json.dumps(content, indent=1).encode())
     return version
@@ -311,6 +329,7 @@ def _mirror(cluster: str, percent: int) -> dict[str, Any]:
 @dataclass(frozen=True)
 class _Builder:
     capture_percent: int
+    try_s: float
     max_duration_s: float
 
     def grpc(
@@ -372,7 +391,10 @@ class _Builder:
                 },
                 {"header": {"header_name": "x-request-id", "regex_rewrite": rewrite}},
             ],
-            "retry_policy": retry,
+            "retry_policy": {
+                **retry,
+                **({"per_try_timeout": f"{self.try_s:g}s"} if routing.canary_weight else {}),
+            },
         }
         route = self._route("split", model, split, routing)
         sampled, unsampled = self._twins(route, headers, captured, rest)

@@ -42,7 +42,7 @@ OK = grpc.StatusCode.OK
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    return make_settings(tmp_path_factory.mktemp("router"))
+    return make_settings(tmp_path_factory.mktemp("router"), router_try_s=3)
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +222,32 @@ def test_a_canary_that_dies_under_a_call_falls_back(
         thread.join()
     assert (answers[0].code, answers[0].arm) == (OK, "stable")
     assert (answers[1].status_code, answers[1].headers["x-perennial-arm"]) == (200, "stable")
+
+
+@pytest.mark.parametrize("form", ["grpc", "rest"])
+def test_a_call_that_a_canary_hangs_on_is_answered_by_stable(
+    router: Router, pools: tuple[Pool, Pool], wires: dict[str, Wire], form: str
+) -> None:
+    router.declare({"trips": ModelRouting(1.0, "e1")})
+
+    def arm() -> str:
+        if form == "grpc":
+            answer = router.predict(timeout_s=20)
+            assert answer.code == OK
+            return answer.arm
+        reply = router.rest("/v1/models/trips:predict", {"instances": [{"distance": 1.0}]})
+        assert reply.status_code == 200
+        return reply.headers["x-perennial-arm"]
+
+    eventually(lambda: arm() == "canary", "the canary answers")
+    wires[form].hang()
+    try:
+        started = time.monotonic()
+        assert arm() == "stable"
+        assert 2.5 < time.monotonic() - started < 10
+    finally:
+        wires[form].flow()
+    eventually(lambda: arm() == "canary", "it is asked again")
 
 
 def fallbacks(router: Router) -> int:
