@@ -44,6 +44,9 @@ a closed one; another second is for calls that are still being answered."""
 MAX_REQUESTS: Final = 4096
 """In flight per pool and protocol; more are refused at once (UNAVAILABLE, 503)."""
 
+MAX_CONNECTIONS: Final = 10_000
+"""Of clients; more are refused."""
+
 MAX_SHADOW_REQUESTS: Final = 64
 """Copies in flight."""
 
@@ -88,6 +91,7 @@ def bootstrap(settings: Settings) -> dict[str, Any]:
     return {
         "node": {"id": "router", "cluster": "perennial"},
         "admin": {"address": _address(settings.router_admin_host, settings.router_admin_port)},
+        "overload_manager": {"resource_monitors": [_connection_limit()]},
         "layered_runtime": {"layers": [{"name": "admin", "admin_layer": {}}]},
         "static_resources": {
             "listeners": [_listener(settings), _shadow_listener(settings)],
@@ -373,6 +377,14 @@ _TOO_LARGE = {
 }
 
 _WINDOWS = {"initial_stream_window_size": 4 << 20, "initial_connection_window_size": 32 << 20}
+
+
+def _connection_limit() -> dict[str, Any]:
+    return _typed(
+        "envoy.resource_monitors.global_downstream_max_connections",
+        "extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
+        max_active_downstream_connections=MAX_CONNECTIONS,
+    )
 
 
 def _pool(arm: str, settings: Settings, port: int, *, rest: bool = False) -> dict[str, Any]:
