@@ -80,6 +80,7 @@ LINE: Final = "\t".join(
 )
 
 _TYPE = "type.googleapis.com/envoy."
+_EDGE = "perennial.edge"
 
 
 def bootstrap(settings: Settings) -> dict[str, Any]:
@@ -281,10 +282,16 @@ def _listener(settings: Settings) -> dict[str, Any]:
         "extensions.filters.http.body_size_limit.v3.BodySizeLimit",
         max_request_bytes=settings.router_max_bytes,
     )
+    # A client that is refused is not the model's failure: it is counted by the filter alone.
+    passed = _typed(
+        "envoy.filters.http.set_metadata",
+        "extensions.filters.http.set_metadata.v3.Config",
+        metadata=[{"metadata_namespace": _EDGE, "value": {"passed": "yes"}}],
+    )
     manager = _manager(
         "router",
-        [*edge.filters(settings), limit],
-        [_stats_log("perennial"), _capture_log(capture_log(settings))],
+        [*edge.filters(settings), limit, passed],
+        [_with(_stats_log("perennial"), _EDGE, "passed"), _capture_log(capture_log(settings))],
         rds={"route_config_name": ROUTE_CONFIG, "config_source": rds},
         early_header_mutation_extensions=edge.early_mutations(settings),
         # The address is the connection's own, whatever a client says; its request id is kept, for
@@ -513,21 +520,20 @@ def _stats_log(prefix: str) -> dict[str, Any]:
 
 
 def _capture_log(path: Path) -> dict[str, Any]:
-    has_request = {
-        "matcher": {
-            "filter": "perennial",
-            "path": [{"key": "q"}],
-            "value": {"present_match": True},
-        },
-        "match_if_key_not_found": False,
-    }
     log = _typed(
         "capture",
         "extensions.access_loggers.file.v3.FileAccessLog",
         path=str(path),
         log_format={"text_format_source": {"inline_string": LINE + "\n"}},
     )
-    return {**log, "filter": {"metadata_filter": has_request}}
+    return _with(log, "perennial", "q")
+
+
+def _with(log: dict[str, Any], namespace: str, key: str) -> dict[str, Any]:
+    """`log` for the calls whose metadata have this key."""
+    matcher = {"filter": namespace, "path": [{"key": key}], "value": {"present_match": True}}
+    only = {"metadata_filter": {"matcher": matcher, "match_if_key_not_found": False}}
+    return {**log, "filter": only}
 
 
 def _typed(name: str, kind: str, **fields: Any) -> dict[str, Any]:
