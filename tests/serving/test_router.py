@@ -349,7 +349,7 @@ def test_a_bad_shadow_leaves_live_calls_alone(
     if fault == "fails":
         pools[1].fails_with = grpc.StatusCode.UNAVAILABLE
     else:
-        pools[1].delay_s = 1.5
+        pools[1].delay_s = 2.0
     answers, took = [], []
 
     def load() -> None:
@@ -364,7 +364,7 @@ def test_a_bad_shadow_leaves_live_calls_alone(
     for thread in threads:
         thread.join()
     assert {(answer.code, answer.arm) for answer in answers} == {(OK, "stable")}
-    assert max(took) < 1.0
+    assert max(took) < 1.8
     assert pools[0].calls == 160
     if fault == "slow":
         # 64 are in flight, the rest is dropped.
