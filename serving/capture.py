@@ -46,7 +46,8 @@ _FRAME = struct.Struct(">BI")
 _HOUR_US = 3_600_000_000
 _END_OF_TIME_US = 100_000_000_000_000_000
 _REQUEST_ID = re.compile(rb"[!-~]{1,200}")
-_ARMS = (b"stable", b"canary")
+# Place of an arm's version in `stable:canary`.
+_ARMS = {b"stable": 0, b"canary": 1, b"shadow": 1}
 _ASSIGNED = {
     b"canary": "canary",
     b"canary_rest": "canary",
@@ -402,7 +403,7 @@ def _declared(versions: bytes, arm: bytes) -> int:
     """The answering arm's version, of `stable:canary`."""
     if versions == _ABSENT or arm not in _ARMS:
         return 0
-    return int(versions.split(b":")[_ARMS.index(arm)])
+    return int(versions.split(b":")[_ARMS[arm]])
 
 
 def _text(field: bytes) -> str:

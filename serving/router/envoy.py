@@ -28,6 +28,7 @@ from serving.router import edge
 from serving.router.routes import (
     CAPTURE_KEY,
     ROUTE_CONFIG,
+    VERSIONS_HEADER,
     route_options,
     routes_path,
     shadow_routes,
@@ -53,6 +54,7 @@ MAX_SHADOW_REQUESTS: Final = 64
 _MAX_SOCKET_PATH: Final = 107
 """What the kernel takes."""
 
+_VERSIONS: Final = "%METADATA(ROUTE:perennial:versions)%"
 LINE_VERSION: Final = "2"
 LINE: Final = "\t".join(
     [
@@ -63,7 +65,7 @@ LINE: Final = "\t".join(
         "%UPSTREAM_CLUSTER%",
         "%ROUTE_NAME%",
         "%METADATA(ROUTE:perennial:model)%",
-        "%METADATA(ROUTE:perennial:versions)%",
+        _VERSIONS,
         "%RESPONSE_CODE%",
         "%GRPC_STATUS_NUMBER%",
         "%RESPONSE_FLAGS%",
@@ -310,7 +312,8 @@ def _listener(settings: Settings) -> dict[str, Any]:
 
 def _shadow_listener(settings: Settings) -> dict[str, Any]:
     """Takes the copies and captures them like any call; a socket in the spool's folder."""
-    logs = [_stats_log("perennial_shadow"), _capture_log(capture_log(settings))]
+    line = LINE.replace(_VERSIONS, f"%REQ({VERSIONS_HEADER})%")
+    logs = [_stats_log("perennial_shadow"), _capture_log(capture_log(settings), line)]
     return {
         "name": "shadow",
         "address": {"pipe": {"path": str(_shadow_socket(settings)), "mode": 0o600}},
@@ -519,12 +522,12 @@ def _stats_log(prefix: str) -> dict[str, Any]:
     )
 
 
-def _capture_log(path: Path) -> dict[str, Any]:
+def _capture_log(path: Path, line: str = LINE) -> dict[str, Any]:
     log = _typed(
         "capture",
         "extensions.access_loggers.file.v3.FileAccessLog",
         path=str(path),
-        log_format={"text_format_source": {"inline_string": LINE + "\n"}},
+        log_format={"text_format_source": {"inline_string": line + "\n"}},
     )
     return _with(log, "perennial", "q")
 
