@@ -219,6 +219,11 @@ class Release(_Part):
         timedelta(seconds=1),
         description="A call that the canary has not answered by then is asked of stable as well.",
     )
+    shadow_duration: Duration = Field(
+        timedelta(0),
+        lt=timedelta(hours=20),
+        description="How long calls are mirrored before the ramp; 0: while the canary loads.",
+    )
     primary_metric: Literal["log_loss", "brier", "absolute_error"] = "log_loss"
     clip: float = Field(4.0, gt=0, description="Cap of the loss of one row, declared beforehand.")
     objective: Literal["non_inferior", "superior"] = "non_inferior"

@@ -46,7 +46,8 @@ _FRAME = struct.Struct(">BI")
 _HOUR_US = 3_600_000_000
 _END_OF_TIME_US = 100_000_000_000_000_000
 _REQUEST_ID = re.compile(rb"[!-~]{1,200}")
-_ARMS = (b"stable", b"canary")
+# Place of an arm's version in `stable:canary`.
+_ARMS = {b"stable": 0, b"canary": 1, b"shadow": 1}
 _ASSIGNED = {
     b"canary": "canary",
     b"canary_rest": "canary",
@@ -149,12 +150,11 @@ def parse_line(line: bytes) -> Call:
     try:
         time_us = round(float(time) * 1e6)
         latency_ms = 0.0 if duration == _ABSENT else float(duration)
-        http_status = 0 if http == _ABSENT else int(http)
-        grpc_status = None if grpc == _ABSENT else int(grpc)
         worker, sequence, request_size, request = request.split(b":", 3)
         reply_size, reply = (b"0", b"") if reply == _ABSENT else reply.split(b":", 1)
         number, request_bytes, reply_bytes = int(sequence), int(request_size), int(reply_size)
         is_rest = path.startswith(b"/v1/")
+        status = 0 if grpc == b"0" else _status(http, grpc, is_rest)
         version = _declared(versions, arm) if is_rest else 0
     except (ValueError, OverflowError, IndexError) as error:
         raise Unparsable(Reason.LINE, str(error)) from None
@@ -171,7 +171,7 @@ def parse_line(line: bytes) -> Call:
         assigned,
         _word(route),
         _word(model),
-        _status(http_status, grpc_status, is_rest),
+        status,
         worker,
         number,
         request_bytes,
@@ -255,14 +255,14 @@ class Rows:
         counts: Counter[tuple[str, str, str]] = Counter()
         for model, columns in self._models.items():
             for arm, route, rows in zip(
-                columns.shared["arm"], columns.shared["route"], columns.counts, strict=True
+                columns.shared("arm"), columns.shared("route"), columns.counts, strict=True
             ):
                 counts[model, arm, route] += rows
         return counts
 
     def newest_us(self) -> int | None:
         """Time of the newest call."""
-        times = [time for columns in self._models.values() for time in columns.shared["time"]]
+        times = [time for columns in self._models.values() for time in columns.shared("time")]
         return max(times, default=None)
 
     def tables(self) -> Iterator[tuple[str, datetime, pa.Table]]:
@@ -271,7 +271,7 @@ class Rows:
             if not columns.counts:
                 continue
             table = columns.table(self._secret)
-            hours = np.repeat(np.array(columns.shared["time"]) // _HOUR_US, columns.counts)
+            hours = np.repeat(np.array(columns.shared("time")) // _HOUR_US, columns.counts)
             for hour in np.unique(hours):
                 start = datetime.fromtimestamp(int(hour) * 3600, UTC)
                 yield model, start, table.filter(pa.array(hours == hour))
@@ -280,16 +280,15 @@ class Rows:
 class _Columns:
     """One model's rows: per call what its rows share, per row its features and its score.
 
-    Lists of plain values only: an object per call would keep the garbage collector busy.
+    Long lists of plain values: an object per call would keep the garbage collector busy.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         features = spec.data.features
         self.readers = {name: payload.tensor_reader(one.type) for name, one in features.items()}
-        self.shared: dict[str, list[Any]] = {name: [] for name in _SHARED}
         self.counts: list[int] = []
-        self._lists = tuple(self.shared.values())
+        self._calls: list[Any] = []
         self._features: list[list[Any]] = [[] for _ in features]
         self._scores: list[float | None] = []
 
@@ -301,24 +300,30 @@ class _Columns:
         columns: list[list[Any]],
         scores: Sequence[float | None],
     ) -> None:
-        times, arms, routes, ids, keys, latencies, assigned, versions, statuses = self._lists
-        times.append(call.time_us)
-        arms.append(call.arm)
-        routes.append(route)
-        ids.append(call.request_id)
-        keys.append(call.routing_key)
-        latencies.append(call.latency_ms)
-        assigned.append(call.assigned)
-        versions.append(version)
-        statuses.append(call.status)
+        self._calls += (
+            call.time_us,
+            call.arm,
+            route,
+            call.request_id,
+            call.routing_key,
+            call.latency_ms,
+            call.assigned,
+            version,
+            call.status,
+        )
         self.counts.append(len(scores))
         for column, values in zip(self._features, columns, strict=True):
             column.extend(values)
         self._scores.extend(scores)
 
+    def shared(self, name: str) -> list[Any]:
+        """What the calls' rows share, [calls]: one of `_SHARED`."""
+        return self._calls[_SHARED.index(name) :: len(_SHARED)]
+
     def table(self, secret: bytes) -> pa.Table:
         schema = prediction_schema(self.spec)
-        shared = {**self.shared, "key_hash": hashed_column(secret, self.shared["key_hash"])}
+        shared = {name: self.shared(name) for name in _SHARED}
+        shared["key_hash"] = hashed_column(secret, shared["key_hash"])
         columns = {name: pa.array(v, schema.field(name).type) for name, v in shared.items()}
         counts = np.array(self.counts)
         starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -382,21 +387,23 @@ def _answer(call: Call, spec: ModelSpec, count: int, version: int) -> tuple[int,
         raise Unparsable(Reason.SCORE, str(error)) from None
 
 
-def _status(http: int, grpc: int | None, is_rest: bool) -> int:
-    if grpc is not None:
-        return grpc if 0 <= grpc <= _MAX_STATUS else _UNKNOWN
-    if http == 0 or (http == 200 and not is_rest):
+def _status(http: bytes, grpc: bytes, is_rest: bool) -> int:
+    if grpc != _ABSENT:
+        status = int(grpc)
+        return status if 0 <= status <= _MAX_STATUS else _UNKNOWN
+    code = 0 if http == _ABSENT else int(http)
+    if code == 0 or (code == 200 and not is_rest):
         return CLIENT_LEFT
-    if http == 200:
+    if code == 200:
         return 0
-    return _GRPC_OF_HTTP.get(http, 13 if http >= 500 else _UNKNOWN)
+    return _GRPC_OF_HTTP.get(code, 13 if code >= 500 else _UNKNOWN)
 
 
 def _declared(versions: bytes, arm: bytes) -> int:
     """The answering arm's version, of `stable:canary`."""
     if versions == _ABSENT or arm not in _ARMS:
         return 0
-    return int(versions.split(b":")[_ARMS.index(arm)])
+    return int(versions.split(b":")[_ARMS[arm]])
 
 
 def _text(field: bytes) -> str:

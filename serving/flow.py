@@ -71,6 +71,8 @@ class ReleaseFlow:
         if moved := self._superseded(episode):
             return moved
         self.serving.reconcile(episode.model)
+        if utc_now() - episode.state_since < self.spec.release.shadow_duration:
+            return HOLD
         first = self.spec.release.ramp[0]
         return Outcome(
             State.RAMPING,

@@ -24,6 +24,7 @@ from typing import Any, Final
 from perennial.errors import Permanent
 from perennial.settings import Settings
 from perennial.store import write_atomic
+from serving.router.routes import VERSIONS_HEADER
 
 CLIENT_HEADER: Final = "x-perennial-client"
 """Who calls, as the key or the token says; never taken from a client."""
@@ -119,7 +120,7 @@ def api_keys(path: Path) -> dict[str, str]:
 
 def early_mutations(settings: Settings) -> list[dict[str, Any]]:
     """Removes what no client may say, before a route is chosen."""
-    removed = [CLIENT_HEADER]
+    removed = [CLIENT_HEADER, VERSIONS_HEADER]
     if not settings.router_tester_token:
         removed.append(TESTER_HEADER)
         if not is_loopback(listen_address(settings)):

@@ -29,6 +29,7 @@ from serving.router import edge
 from serving.router.routes import (
     CAPTURE_KEY,
     ROUTE_CONFIG,
+    VERSIONS_HEADER,
     routes_path,
     shadow_routes,
     write_routes,
@@ -44,12 +45,16 @@ a closed one; another second is for calls that are still being answered."""
 MAX_REQUESTS: Final = 4096
 """In flight per pool and protocol; more are refused at once (UNAVAILABLE, 503)."""
 
+MAX_CONNECTIONS: Final = 10_000
+"""Of clients; more are refused."""
+
 MAX_SHADOW_REQUESTS: Final = 64
 """Copies in flight."""
 
 _MAX_SOCKET_PATH: Final = 107
 """What the kernel takes."""
 
+_VERSIONS: Final = "%METADATA(ROUTE:perennial:versions)%"
 LINE_VERSION: Final = "2"
 LINE: Final = "\t".join(
     [
@@ -60,7 +65,7 @@ LINE: Final = "\t".join(
         "%UPSTREAM_CLUSTER%",
         "%ROUTE_NAME%",
         "%METADATA(ROUTE:perennial:model)%",
-        "%METADATA(ROUTE:perennial:versions)%",
+        _VERSIONS,
         "%RESPONSE_CODE%",
         "%GRPC_STATUS_NUMBER%",
         "%RESPONSE_FLAGS%",
@@ -77,6 +82,7 @@ LINE: Final = "\t".join(
 )
 
 _TYPE = "type.googleapis.com/envoy."
+_EDGE = "perennial.edge"
 
 
 def bootstrap(settings: Settings) -> dict[str, Any]:
@@ -88,6 +94,7 @@ def bootstrap(settings: Settings) -> dict[str, Any]:
     return {
         "node": {"id": "router", "cluster": "perennial"},
         "admin": {"address": _address(settings.router_admin_host, settings.router_admin_port)},
+        "overload_manager": {"resource_monitors": [_connection_limit()]},
         "layered_runtime": {"layers": [{"name": "admin", "admin_layer": {}}]},
         "static_resources": {
             "listeners": [_listener(settings), _shadow_listener(settings)],
@@ -273,16 +280,23 @@ def _listener(settings: Settings) -> dict[str, Any]:
         "extensions.filters.http.body_size_limit.v3.BodySizeLimit",
         max_request_bytes=settings.router_max_bytes,
     )
+    # A client that is refused is not the model's failure: it is counted by the filter alone.
+    passed = _typed(
+        "envoy.filters.http.set_metadata",
+        "extensions.filters.http.set_metadata.v3.Config",
+        metadata=[{"metadata_namespace": _EDGE, "value": {"passed": "yes"}}],
+    )
     manager = _manager(
         "router",
-        [*edge.filters(settings), limit],
-        [_stats_log("perennial"), _capture_log(capture_log(settings))],
+        [*edge.filters(settings), limit, passed],
+        [_with(_stats_log("perennial"), _EDGE, "passed"), _capture_log(capture_log(settings))],
         rds={"route_config_name": ROUTE_CONFIG, "config_source": rds},
         early_header_mutation_extensions=edge.early_mutations(settings),
         # The address is the connection's own, whatever a client says; its request id is kept, for
         # labels come back by it.
         use_remote_address=True,
         preserve_external_request_id=True,
+        local_reply_config={"mappers": [_TOO_LARGE]},
     )
     tls = edge.transport_socket(settings, bootstrap_path(settings).parent)
     return {
@@ -294,7 +308,8 @@ def _listener(settings: Settings) -> dict[str, Any]:
 
 def _shadow_listener(settings: Settings) -> dict[str, Any]:
     """Takes the copies and captures them like any call; a socket in the spool's folder."""
-    logs = [_stats_log("perennial_shadow"), _capture_log(capture_log(settings))]
+    line = LINE.replace(_VERSIONS, f"%REQ({VERSIONS_HEADER})%")
+    logs = [_stats_log("perennial_shadow"), _capture_log(capture_log(settings), line)]
     return {
         "name": "shadow",
         "address": {"pipe": {"path": str(_shadow_socket(settings)), "mode": 0o600}},
@@ -335,7 +350,47 @@ def _manager(
     )
 
 
+_TOO_LARGE = {
+    # Envoy's own choice for 413 is UNKNOWN; every gRPC server says RESOURCE_EXHAUSTED.
+    "filter": {
+        "and_filter": {
+            "filters": [
+                {
+                    "status_code_filter": {
+                        "comparison": {
+                            "op": "EQ",
+                            "value": {"default_value": 413, "runtime_key": "perennial.too_large"},
+                        }
+                    }
+                },
+                {
+                    "header_filter": {
+                        "header": {
+                            "name": "content-type",
+                            "string_match": {"prefix": "application/grpc"},
+                        }
+                    }
+                },
+            ]
+        }
+    },
+    "headers_to_add": [
+        {
+            "header": {"key": "grpc-status", "value": "8"},
+            "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+        }
+    ],
+}
+
 _WINDOWS = {"initial_stream_window_size": 4 << 20, "initial_connection_window_size": 32 << 20}
+
+
+def _connection_limit() -> dict[str, Any]:
+    return _typed(
+        "envoy.resource_monitors.global_downstream_max_connections",
+        "extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
+        max_active_downstream_connections=MAX_CONNECTIONS,
+    )
 
 
 def _pool(arm: str, settings: Settings, *, rest: bool = False) -> dict[str, Any]:
@@ -492,22 +547,21 @@ def _stats_log(prefix: str) -> dict[str, Any]:
     )
 
 
-def _capture_log(path: Path) -> dict[str, Any]:
-    has_request = {
-        "matcher": {
-            "filter": "perennial",
-            "path": [{"key": "q"}],
-            "value": {"present_match": True},
-        },
-        "match_if_key_not_found": False,
-    }
+def _capture_log(path: Path, line: str = LINE) -> dict[str, Any]:
     log = _typed(
         "capture",
         "extensions.access_loggers.file.v3.FileAccessLog",
         path=str(path),
-        log_format={"text_format_source": {"inline_string": LINE + "\n"}},
+        log_format={"text_format_source": {"inline_string": line + "\n"}},
     )
-    return {**log, "filter": {"metadata_filter": has_request}}
+    return _with(log, "perennial", "q")
+
+
+def _with(log: dict[str, Any], namespace: str, key: str) -> dict[str, Any]:
+    """`log` for the calls whose metadata have this key."""
+    matcher = {"filter": namespace, "path": [{"key": key}], "value": {"present_match": True}}
+    only = {"metadata_filter": {"matcher": matcher, "match_if_key_not_found": False}}
+    return {**log, "filter": only}
 
 
 def _typed(name: str, kind: str, **fields: Any) -> dict[str, Any]:

@@ -37,6 +37,9 @@ from perennial.store import write_atomic
 
 ROUTE_CONFIG: Final = "perennial"
 CAPTURE_KEY: Final = "perennial.capture_percent"
+VERSIONS_HEADER: Final = "x-perennial-versions"
+"""On copies: the versions that the routes declare."""
+
 TOTAL_WEIGHT: Final = 100_000
 """Resolution of a share: one in a hundred thousand. Constant, so that a growing share nests."""
 
@@ -114,6 +117,10 @@ class ModelRouting:
             )
         if self.shadow_percent not in range(101):
             raise Permanent("router.shadow", f"{self.shadow_percent!r} is no percentage")
+
+    @property
+    def versions(self) -> str:
+        return f"{self.stable_version}:{self.canary_version}"
 
     @property
     def canary_weight(self) -> int:
@@ -195,7 +202,10 @@ def route_configuration(
 
 
 def write_routes(
-    path: Path, models: Mapping[str, ModelRouting], *, capture_percent: int = 100
+    path: Path,
+    models: Mapping[str, ModelRouting],
+    *,
+    capture_percent: int = 100,
 ) -> str:
     """Replaces the routes that Envoy watches, atomically; returns the new version.
 
@@ -399,6 +409,13 @@ class _Builder:
             # Only the captured twin: every copy has the row of a live call to be joined to.
             mirror = _mirror(f"shadow{suffix}", routing.shadow_percent)
             sampled["route"] = {**sampled["route"], "request_mirror_policies": [mirror]}
+            # The copy meets another route, which knows no model: it brings the versions along.
+            sampled["request_headers_to_add"] = [
+                {
+                    "header": {"key": VERSIONS_HEADER, "value": routing.versions},
+                    "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+                }
+            ]
         return [*routes, sampled, unsampled]
 
     def _route(
@@ -409,7 +426,7 @@ class _Builder:
         limits = {"timeout": longest, "max_stream_duration": {"grpc_timeout_header_max": longest}}
         told = {"model": model}
         if routing is not None:
-            told["versions"] = f"{routing.stable_version}:{routing.canary_version}"
+            told["versions"] = routing.versions
         return {
             "name": name,
             "route": {**limits, **action},

@@ -51,6 +51,8 @@ def mask(feature, kind, edges=()):
         (mask("distance", "drop", [1]), "invalid", "bucket and edges belong together"),
         (mask("distance", "bucket", [2, 1]), "invalid", "finite and increasing"),
         (mask("distance", "bucket", [1, float("inf")]), "invalid", "finite and increasing"),
+        (lambda c: c["release"].update(shadow_duration="1d"), "invalid", "shadow_duration"),
+        (lambda c: c["release"].update(shadow_percent=101), "invalid", "shadow_percent"),
         (lambda c: c["release"].update(ramp=[]), "invalid", "ramp shares must grow"),
         (lambda c: c["release"]["ramp"][0].update(share=0.9), "invalid", "release.ramp.0.share"),
         (lambda c: c["training"].update(workers=3), "invalid", "not a multiple of workers 3"),

@@ -235,7 +235,7 @@ def test_rest_statuses(http: str, status: int) -> None:
     [
         ({}, 3),
         ({"arm": "canary"}, 4),
-        ({"arm": "shadow"}, 0),
+        ({"arm": "shadow"}, 4),
         ({"versions": "0:4"}, 0),
         ({"versions": "-"}, 0),
         ({"http": "503"}, 0),

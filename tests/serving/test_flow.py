@@ -102,11 +102,15 @@ def test_the_routes_name_the_versions_and_mirror_while_shadowing(
 
     story.given_champion(1).given_candidate(2)
     monkeypatch.setattr(reconcile, "write_routes", write)
-    story.step()
+    at_once = story.spec
+    hour = {"shadow_duration": timedelta(hours=1)}
+    story.spec = at_once.model_copy(update={"release": at_once.release.model_copy(update=hour)})
+    assert [story.step().state for _ in range(2)] == [State.SHADOWING] * 2
     # The canary changes: no version is claimed. Then both are, and calls are mirrored.
     assert [(one.stable_version, one.canary_version) for one in written] == [(0, 0), (1, 2)]
     assert [one.shadow_percent for one in written] == [0, 100]
-    story.step()
+    story.spec = at_once
+    assert [story.step().state for _ in range(2)] == [State.RAMPING] * 2
     assert (written[-1].share, written[-1].shadow_percent) == (0.05, 0)
     assert (written[-1].stable_version, written[-1].canary_version) == (1, 2)
     before = len(written)

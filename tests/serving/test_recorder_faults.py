@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,11 +79,13 @@ class Recording:
 def recording(home: Path) -> Iterator[Recording]:
     settings = make_settings(home)
     add_model(settings)
-    with python_module(settings, "serving.recorder") as process:
-        found = Recording(settings, process)
-        port = settings.recorder_metrics_port
-        eventually(lambda: metric(port, "perennial_recorder_backlog_bytes") is not None, "it runs")
-        yield found
+    try:
+        with python_module(settings, "serving.recorder") as process:
+            port, gauge = settings.recorder_metrics_port, "perennial_recorder_backlog_bytes"
+            eventually(lambda: metric(port, gauge) is not None, "it runs")
+            yield Recording(settings, process)
+    finally:
+        shutil.rmtree(settings.spool_dir)
 
 
 def test_after_a_minute_away_all_is_taken_in_few_files_and_memory_stays(tmp_path: Path) -> None:

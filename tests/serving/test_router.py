@@ -249,6 +249,32 @@ def test_a_replica_of_several_may_die(tmp_path: Path, settings: Settings) -> Non
         assert both[0].calls == calls
 
 
+@pytest.mark.parametrize("form", ["grpc", "rest"])
+def test_a_call_that_a_canary_hangs_on_is_answered_by_stable(
+    router: Router, pools: tuple[Pool, Pool], wires: dict[str, Wire], form: str
+) -> None:
+    router.declare({"trips": ModelRouting(1.0, "e1", hedge_after_ms=500)})
+
+    def arm() -> str:
+        if form == "grpc":
+            answer = router.predict(timeout_s=20)
+            assert answer.code == OK
+            return answer.arm
+        reply = router.rest("/v1/models/trips:predict", {"instances": [{"distance": 1.0}]})
+        assert reply.status_code == 200
+        return reply.headers["x-perennial-arm"]
+
+    eventually(lambda: arm() == "canary", "the canary answers")
+    wires[form].hang()
+    try:
+        started = time.monotonic()
+        assert arm() == "stable"
+        assert 0.4 < time.monotonic() - started < 5
+    finally:
+        wires[form].flow()
+    eventually(lambda: arm() == "canary", "it is asked again")
+
+
 def fallbacks(router: Router) -> int:
     return sum(
         int(value)
@@ -348,7 +374,7 @@ def test_a_bad_shadow_leaves_live_calls_alone(
     if fault == "fails":
         pools[1].fails_with = grpc.StatusCode.UNAVAILABLE
     else:
-        pools[1].delay_s = 1.5
+        pools[1].delay_s = 2.0
     answers, took = [], []
 
     def load() -> None:
@@ -363,7 +389,7 @@ def test_a_bad_shadow_leaves_live_calls_alone(
     for thread in threads:
         thread.join()
     assert {(answer.code, answer.arm) for answer in answers} == {(OK, "stable")}
-    assert max(took) < 1.0
+    assert max(took) < 1.8
     assert pools[0].calls == 160
     if fault == "slow":
         # 64 are in flight, the rest is dropped.

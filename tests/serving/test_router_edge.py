@@ -128,6 +128,12 @@ def test_only_callers_with_a_key_are_answered_each_with_its_own_rate(
         assert codes.total() == codes[OK] + codes[grpc.StatusCode.RESOURCE_EXHAUSTED]
         assert router.rest("/v1/models/trips", **alice).status_code == 429
         assert router.predict(headers=bob).code == OK
+        # What was refused here is no failure of the model's.
+        counted = eventually(
+            lambda: [n for n in router.stats("perennial.requests") if ".model.trips." in n],
+            "the answered ones are counted",
+        )
+        assert {name.partition(".grpc_status.")[2].split(".")[0] for name in counted} == {"0"}
         dump = httpx.get(envoy.admin_url(router.settings) + "/config_dump", trust_env=False).text
         assert "key-of-alice" not in dump
     folder = envoy.bootstrap_path(router.settings).parent

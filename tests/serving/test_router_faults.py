@@ -31,6 +31,7 @@ from tests.support.traffic import (
 )
 
 OK = grpc.StatusCode.OK
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +245,7 @@ def test_a_message_over_the_limit_is_refused(
 ) -> None:
     with routing(beside(settings, tmp_path, router_max_bytes=4096)) as router:
         before = pools[0].calls
-        assert router.predict(predict_request(city="x" * 5000)).code == grpc.StatusCode.UNKNOWN
+        assert router.predict(predict_request(city="x" * 5000)).code == EXHAUSTED
         body = {"instances": [{"distance": 1.0, "city": "x" * 5000}]}
         assert router.rest("/v1/models/trips:predict", body).status_code == 413
         assert pools[0].calls == before

@@ -285,6 +285,8 @@ class Wire:
     def __init__(self, port: int, to: int) -> None:
         self.to = to
         self._open: set[socket.socket] = set()
+        self._flows = threading.Event()
+        self._flows.set()
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", port))
         self._threads = [threading.Thread(target=self._accept)]
@@ -298,7 +300,15 @@ class Wire:
                 with suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
 
+    def hang(self) -> None:
+        """Lets nothing through, as a process that is stopped; connections stay."""
+        self._flows.clear()
+
+    def flow(self) -> None:
+        self._flows.set()
+
     def close(self) -> None:
+        self._flows.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.cut()
@@ -321,6 +331,7 @@ class Wire:
     def _pump(self, one: socket.socket, other: socket.socket) -> None:
         try:
             while data := one.recv(1 << 16):
+                self._flows.wait()
                 other.sendall(data)
         except OSError:
             pass
@@ -385,7 +396,8 @@ class Router:
     channel: grpc.Channel
 
     def declare(self, models: Mapping[str, routes.ModelRouting]) -> None:
-        version = routes.write_routes(routes.routes_path(self.settings), models)
+        options = routes.route_options(self.settings)
+        version = routes.write_routes(routes.routes_path(self.settings), models, **options)
         routes.wait_applied(envoy.admin_url(self.settings), version, 5.0)
 
     def predict(
@@ -419,7 +431,7 @@ class Router:
         url = f"http://127.0.0.1:{self.settings.router_port}{path}"
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         method = "GET" if body is None else "POST"
-        with httpx.Client(trust_env=False) as client:
+        with httpx.Client(trust_env=False, timeout=20) as client:
             return client.request(method, url, json=body, headers=names)
 
     def stats(self, prefix: str) -> dict[str, str]:
