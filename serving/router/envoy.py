@@ -464,7 +464,7 @@ def _cluster(
     addresses: list[dict[str, Any]],
     arm: str,
     rest: bool,
-    max_requests: int = MAX_REQUESTS,
+    max_requests: int | None = None,
 ) -> dict[str, Any]:
     http = {"http_protocol_options": {}} if rest else {"http2_protocol_options": _WINDOWS}
     endpoints = [
@@ -481,7 +481,7 @@ def _cluster(
         "type": "STRICT_DNS" if named else "STATIC",
         "connect_timeout": "1s",
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
-        "circuit_breakers": _limits(max_requests),
+        "circuit_breakers": _limits(max_requests or MAX_REQUESTS),
         "typed_extension_protocol_options": {
             f"envoy.{protocol}": {"@type": _TYPE + protocol, "explicit_http_config": http}
         },

@@ -396,8 +396,7 @@ class Router:
     channel: grpc.Channel
 
     def declare(self, models: Mapping[str, routes.ModelRouting]) -> None:
-        options = routes.route_options(self.settings)
-        version = routes.write_routes(routes.routes_path(self.settings), models, **options)
+        version = routes.write_routes(routes.routes_path(self.settings), models)
         routes.wait_applied(envoy.admin_url(self.settings), version, 5.0)
 
     def predict(
