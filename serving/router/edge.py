@@ -24,6 +24,7 @@ from typing import Any, Final
 from perennial.errors import Permanent
 from perennial.settings import Settings
 from perennial.store import write_atomic
+from serving.router.message import TYPE, typed
 from serving.router.routes import VERSIONS_HEADER
 
 CLIENT_HEADER: Final = "x-perennial-client"
@@ -31,7 +32,6 @@ CLIENT_HEADER: Final = "x-perennial-client"
 
 TESTER_HEADER: Final = "x-perennial-tester"
 _ARM_HEADER: Final = "x-perennial-arm"
-_TYPE: Final = "type.googleapis.com/envoy."
 _SECRETS: Final = ("server", "clients")
 _WORD: Final = re.compile(r"[A-Za-z0-9._~+/=@-]{1,200}")
 _MIN_SECRET: Final = 16
@@ -126,7 +126,7 @@ def early_mutations(settings: Settings) -> list[dict[str, Any]]:
         if not is_loopback(listen_address(settings)):
             removed.append(_ARM_HEADER)
     return [
-        _typed(
+        typed(
             "envoy.http.early_header_mutation.header_mutation",
             "extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation",
             mutations=[{"remove": name} for name in removed],
@@ -148,7 +148,7 @@ def filters(settings: Settings) -> list[dict[str, Any]]:
         code = _TESTERS.format(tester=TESTER_HEADER, token=token, arm=_ARM_HEADER)
         found.append(
             # Named apart from the capture, which routes switch off by the filter's name.
-            _typed(
+            typed(
                 "perennial.testers",
                 "extensions.filters.http.lua.v3.Lua",
                 default_source_code={"inline_string": code},
@@ -163,7 +163,7 @@ def write_secrets(settings: Settings, folder: Path) -> None:
         return
     tls = Path(settings.router_tls_dir).absolute()
     watched = {"watched_directory": {"path": str(tls)}}
-    kind = {"@type": _TYPE + "extensions.transport_sockets.tls.v3.Secret"}
+    kind = {"@type": TYPE + "extensions.transport_sockets.tls.v3.Secret"}
     contents = {
         "server": {
             "tls_certificate": {
@@ -202,7 +202,7 @@ def transport_socket(settings: Settings, folder: Path) -> dict[str, Any]:
     }
     if is_mutual:
         context["validation_context_sds_secret_config"] = clients
-    socket = _typed(
+    socket = typed(
         "envoy.transport_sockets.tls",
         "extensions.transport_sockets.tls.v3.DownstreamTlsContext",
         common_tls_context=context,
@@ -224,7 +224,7 @@ def _knows_callers(settings: Settings) -> bool:
 
 
 def _api_key_filter(keys: dict[str, str]) -> dict[str, Any]:
-    return _typed(
+    return typed(
         "envoy.filters.http.api_key_auth",
         "extensions.filters.http.api_key_auth.v3.ApiKeyAuth",
         credentials=[{"key": key, "client": client} for key, client in keys.items()],
@@ -242,7 +242,7 @@ def _jwt_filter(settings: Settings) -> dict[str, Any]:
         provider["issuer"] = settings.router_jwt_issuer
     if settings.router_jwt_audience:
         provider["audiences"] = [settings.router_jwt_audience]
-    return _typed(
+    return typed(
         "envoy.filters.http.jwt_authn",
         "extensions.filters.http.jwt_authn.v3.JwtAuthentication",
         providers={"callers": provider},
@@ -261,7 +261,7 @@ def _rate_filter(settings: Settings) -> dict[str, Any]:
     bucket = {"max_tokens": rate, "tokens_per_fill": rate, "fill_interval": "1s"}
     everything = {"max_tokens": 1 << 30, "tokens_per_fill": 1 << 30, "fill_interval": "1s"}
     on = {"default_value": {"numerator": 100, "denominator": "HUNDRED"}}
-    return _typed(
+    return typed(
         "envoy.filters.http.local_ratelimit",
         "extensions.filters.http.local_ratelimit.v3.LocalRateLimit",
         stat_prefix="router",
@@ -299,7 +299,3 @@ def _check_file(variable: str, path: Path) -> None:
 
 def _secret(message: str, hint: str = "") -> Permanent:
     return Permanent("router.secret", message, hint=hint)
-
-
-def _typed(name: str, kind: str, **fields: Any) -> dict[str, Any]:
-    return {"name": name, "typed_config": {"@type": _TYPE + kind, **fields}}

@@ -11,7 +11,6 @@ it from there. `LINE` is the format; `serving.capture` reads it.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import os
 import shutil
@@ -26,6 +25,8 @@ from perennial.errors import NeedsHuman, Permanent, Retryable
 from perennial.settings import Settings
 from perennial.store import write_atomic
 from serving.router import edge
+from serving.router.clusters import WINDOWS, clusters, shadow_socket
+from serving.router.message import address, typed
 from serving.router.routes import (
     CAPTURE_KEY,
     ROUTE_CONFIG,
@@ -42,14 +43,8 @@ GOODBYE_S: Final = 2
 """A connection is closed a second after its client was told to go, so that no call is under way to
 a closed one; another second is for calls that are still being answered."""
 
-MAX_REQUESTS: Final = 4096
-"""In flight per pool and protocol; more are refused at once (UNAVAILABLE, 503)."""
-
 MAX_CONNECTIONS: Final = 10_000
 """Of clients; more are refused."""
-
-MAX_SHADOW_REQUESTS: Final = 64
-"""Copies in flight."""
 
 _MAX_SOCKET_PATH: Final = 107
 """What the kernel takes."""
@@ -81,7 +76,6 @@ LINE: Final = "\t".join(
     ]
 )
 
-_TYPE = "type.googleapis.com/envoy."
 _EDGE = "perennial.edge"
 
 
@@ -93,20 +87,12 @@ def bootstrap(settings: Settings) -> dict[str, Any]:
     """
     return {
         "node": {"id": "router", "cluster": "perennial"},
-        "admin": {"address": _address(settings.router_admin_host, settings.router_admin_port)},
+        "admin": {"address": address(settings.router_admin_host, settings.router_admin_port)},
         "overload_manager": {"resource_monitors": [_connection_limit()]},
         "layered_runtime": {"layers": [{"name": "admin", "admin_layer": {}}]},
         "static_resources": {
             "listeners": [_listener(settings), _shadow_listener(settings)],
-            "clusters": [
-                _pool("stable", settings),
-                _pool("canary", settings),
-                _pool("stable", settings, rest=True),
-                _pool("canary", settings, rest=True),
-                _fallback(""),
-                _fallback("_rest"),
-                *_shadow_clusters(settings),
-            ],
+            "clusters": clusters(settings),
         },
     }
 
@@ -119,10 +105,10 @@ def write_bootstrap(settings: Settings) -> Path:
         Permanent: from `edge.check`; `router.socket_path`.
     """
     edge.check(settings)
-    if len(str(_shadow_socket(settings))) > _MAX_SOCKET_PATH:
+    if len(str(shadow_socket(settings))) > _MAX_SOCKET_PATH:
         raise Permanent(
             "router.socket_path",
-            f"the path of the socket {_shadow_socket(settings)} is too long",
+            f"the path of the socket {shadow_socket(settings)} is too long",
             hint="set PERENNIAL_HOME to a folder with a shorter path",
         )
     spool = settings.spool_dir
@@ -266,22 +252,18 @@ def _binary() -> Path:
     )
 
 
-def _address(host: str, port: int) -> dict[str, Any]:
-    return {"socket_address": {"address": host, "port_value": port}}
-
-
 def _listener(settings: Settings) -> dict[str, Any]:
     rds = {
         "path_config_source": {"path": str(routes_path(settings))},
         "resource_api_version": "V3",
     }
-    limit = _typed(
+    limit = typed(
         "envoy.filters.http.body_size_limit",
         "extensions.filters.http.body_size_limit.v3.BodySizeLimit",
         max_request_bytes=settings.router_max_bytes,
     )
     # A client that is refused is not the model's failure: it is counted by the filter alone.
-    passed = _typed(
+    passed = typed(
         "envoy.filters.http.set_metadata",
         "extensions.filters.http.set_metadata.v3.Config",
         metadata=[{"metadata_namespace": _EDGE, "value": {"passed": "yes"}}],
@@ -301,7 +283,7 @@ def _listener(settings: Settings) -> dict[str, Any]:
     tls = edge.transport_socket(settings, bootstrap_path(settings).parent)
     return {
         "name": "router",
-        "address": _address(edge.listen_address(settings), settings.router_port),
+        "address": address(edge.listen_address(settings), settings.router_port),
         "filter_chains": [{"filters": [manager], **tls}],
     }
 
@@ -312,38 +294,34 @@ def _shadow_listener(settings: Settings) -> dict[str, Any]:
     logs = [_stats_log("perennial_shadow"), _capture_log(capture_log(settings), line)]
     return {
         "name": "shadow",
-        "address": {"pipe": {"path": str(_shadow_socket(settings)), "mode": 0o600}},
+        "address": {"pipe": {"path": str(shadow_socket(settings)), "mode": 0o600}},
         "filter_chains": [
             {"filters": [_manager("shadow", [], logs, route_config=shadow_routes())]}
         ],
     }
 
 
-def _shadow_socket(settings: Settings) -> Path:
-    return settings.spool_dir / "shadow.sock"
-
-
 def _manager(
     name: str, filters: list[dict[str, Any]], logs: list[dict[str, Any]], **options: Any
 ) -> dict[str, Any]:
     """The HTTP connection manager: `filters`, then the capture, then the routes in `options`."""
-    lua = _typed(
+    lua = typed(
         "envoy.filters.http.lua",
         "extensions.filters.http.lua.v3.Lua",
         default_source_code={"filename": str(Path(__file__).with_name("capture.lua"))},
     )
-    return _typed(
+    return typed(
         "envoy.filters.network.http_connection_manager",
         "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         stat_prefix=name,
         codec_type="AUTO",
         always_set_request_id_in_response=True,
         drain_timeout="1s",
-        http2_protocol_options={"max_concurrent_streams": 1024, **_WINDOWS},
+        http2_protocol_options={"max_concurrent_streams": 1024, **WINDOWS},
         http_filters=[
             *filters,
             lua,
-            _typed("envoy.filters.http.router", "extensions.filters.http.router.v3.Router"),
+            typed("envoy.filters.http.router", "extensions.filters.http.router.v3.Router"),
         ],
         access_log=logs,
         **options,
@@ -382,142 +360,13 @@ _TOO_LARGE = {
     ],
 }
 
-_WINDOWS = {"initial_stream_window_size": 4 << 20, "initial_connection_window_size": 32 << 20}
-
 
 def _connection_limit() -> dict[str, Any]:
-    return _typed(
+    return typed(
         "envoy.resource_monitors.global_downstream_max_connections",
         "extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
         max_active_downstream_connections=MAX_CONNECTIONS,
     )
-
-
-def _pool(arm: str, settings: Settings, *, rest: bool = False) -> dict[str, Any]:
-    name = f"{arm}_rest" if rest else arm
-    # REST has no health page of its own: whether the port is open has to do.
-    check: dict[str, Any] = {"tcp_health_check": {}} if rest else {"grpc_health_check": {}}
-    return {
-        **_cluster(name, _addresses(settings, arm, rest), arm, rest),
-        # What waits for a host that hangs is then answered by another.
-        "close_connections_on_host_health_failure": True,
-        "health_checks": [
-            {
-                "timeout": "1s",
-                "interval": "2s",
-                "no_traffic_interval": "2s",
-                "unhealthy_interval": "0.5s",
-                "unhealthy_threshold": 2,
-                "healthy_threshold": 1,
-                **check,
-            }
-        ],
-        # With most of a pool unhealthy, Envoy uses all of it. Right for stable, which has nobody
-        # behind it (a check may time out on a busy host); the canary has stable.
-        "common_lb_config": {"healthy_panic_threshold": {"value": 0 if arm == "canary" else 50}},
-        **({"outlier_detection": _OUTLIERS} if arm == "canary" else {}),
-    }
-
-
-_OUTLIERS = {
-    # A canary that fails again and again is left alone for a while. Its calls are answered by
-    # stable and stay the canary's failures: the log says `assigned` canary, `arm` stable.
-    "consecutive_5xx": 5,
-    "consecutive_gateway_failure": 5,
-    "interval": "1s",
-    "base_ejection_time": "5s",
-    "max_ejection_time": "30s",
-    "max_ejection_percent": 100,
-    "enforcing_consecutive_5xx": 100,
-    "enforcing_consecutive_gateway_failure": 100,
-    "enforcing_success_rate": 0,
-    "enforcing_failure_percentage": 0,
-}
-
-
-def _shadow_clusters(settings: Settings) -> list[dict[str, Any]]:
-    """The second listener, and the canary as it is reached from there.
-
-    What is in flight is bounded: copies over `MAX_SHADOW_REQUESTS` are dropped, live calls are not
-    held up.
-    """
-    listener = {"pipe": {"path": str(_shadow_socket(settings))}}
-    return [
-        _cluster(name + ("_rest" if rest else ""), addresses, "shadow", rest, MAX_SHADOW_REQUESTS)
-        for rest in (False, True)
-        for name, addresses in (
-            ("shadow", [listener]),
-            ("canary_shadow", _addresses(settings, "canary", rest)),
-        )
-    ]
-
-
-def _addresses(settings: Settings, pool: str, rest: bool) -> list[dict[str, Any]]:
-    return [
-        _address(replica.host, replica.rest_port if rest else replica.port)
-        for replica in settings.replicas(pool)
-    ]
-
-
-def _cluster(
-    name: str,
-    addresses: list[dict[str, Any]],
-    arm: str,
-    rest: bool,
-    max_requests: int | None = None,
-) -> dict[str, Any]:
-    http = {"http_protocol_options": {}} if rest else {"http2_protocol_options": _WINDOWS}
-    endpoints = [
-        {
-            "endpoint": {"address": address},
-            "metadata": {"filter_metadata": {"perennial": {"arm": arm}}},
-        }
-        for address in addresses
-    ]
-    named = any(not _is_ip(address) for address in addresses)
-    protocol = "extensions.upstreams.http.v3.HttpProtocolOptions"
-    return {
-        "name": name,
-        "type": "STRICT_DNS" if named else "STATIC",
-        "connect_timeout": "1s",
-        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
-        "circuit_breakers": _limits(max_requests or MAX_REQUESTS),
-        "typed_extension_protocol_options": {
-            f"envoy.{protocol}": {"@type": _TYPE + protocol, "explicit_http_config": http}
-        },
-    }
-
-
-def _is_ip(address: dict[str, Any]) -> bool:
-    if "pipe" in address:
-        return True
-    try:
-        ipaddress.ip_address(address["socket_address"]["address"])
-    except ValueError:
-        return False
-    return True
-
-
-def _limits(most: int) -> dict[str, Any]:
-    limits = dict.fromkeys(("max_connections", "max_requests", "max_pending_requests"), most)
-    return {"thresholds": [{**limits, "max_retries": 1024}]}
-
-
-def _fallback(suffix: str) -> dict[str, Any]:
-    """Attempt 1 from the canary, attempt 2 from stable."""
-    members = [{"name": f"canary{suffix}"}, {"name": f"stable{suffix}"}]
-    return {
-        "name": f"canary_or_stable{suffix}",
-        "connect_timeout": "1s",
-        # Retries are counted here, and by default not more than three at a time are let through.
-        "circuit_breakers": _limits(MAX_REQUESTS),
-        "lb_policy": "CLUSTER_PROVIDED",
-        "cluster_type": _typed(
-            "envoy.clusters.composite",
-            "extensions.clusters.composite.v3.ClusterConfig",
-            clusters=members,
-        ),
-    }
 
 
 def _stats_log(prefix: str) -> dict[str, Any]:
@@ -532,7 +381,7 @@ def _stats_log(prefix: str) -> dict[str, Any]:
         {"name": "grpc_status", "value_format": "%GRPC_STATUS_NUMBER%"},
         {"name": "http_status", "value_format": "%RESPONSE_CODE%"},
     ]
-    return _typed(
+    return typed(
         "stats",
         "extensions.access_loggers.stats.v3.Config",
         stats_scope={"prefix": prefix},
@@ -548,7 +397,7 @@ def _stats_log(prefix: str) -> dict[str, Any]:
 
 
 def _capture_log(path: Path, line: str = LINE) -> dict[str, Any]:
-    log = _typed(
+    log = typed(
         "capture",
         "extensions.access_loggers.file.v3.FileAccessLog",
         path=str(path),
@@ -562,7 +411,3 @@ def _with(log: dict[str, Any], namespace: str, key: str) -> dict[str, Any]:
     matcher = {"filter": namespace, "path": [{"key": key}], "value": {"present_match": True}}
     only = {"metadata_filter": {"matcher": matcher, "match_if_key_not_found": False}}
     return {**log, "filter": only}
-
-
-def _typed(name: str, kind: str, **fields: Any) -> dict[str, Any]:
-    return {"name": name, "typed_config": {"@type": _TYPE + kind, **fields}}

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from perennial.settings import Settings
 from serving.recorder import Guard, Metrics
-from serving.router import envoy
+from serving.router import clusters, envoy
 from serving.router.routes import ModelRouting
 from tests.support.edge import private
 from tests.support.traffic import (
@@ -224,7 +224,7 @@ def test_a_full_disk_under_the_capture_fails_no_call_and_is_counted(
 def test_more_calls_than_a_pool_may_have_are_refused_at_once(
     tmp_path: Path, settings: Settings, pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(envoy, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(clusters, "MAX_REQUESTS", 2)
     with routing(beside(settings, tmp_path)) as router:
         pools[0].delay_s, answers = 1.0, []
         threads = [
