@@ -22,7 +22,7 @@ import numpy as np
 from serving.embedded.batchparameters import PER_MODEL_FILE, Parameters
 from serving.embedded.flags import Flags
 from serving.embedded.metrics import Metrics
-from serving.embedded.program import QUICK_RUN_S, Program
+from serving.embedded.program import Program
 from serving.embedded.servable import Servable
 from serving.embedded.status import Code, StatusError, invalid
 
@@ -213,7 +213,7 @@ class Queue:
 
     def is_quick(self) -> bool:
         """Whether its batches run on the event loop."""
-        return self._program.typical_run_s <= QUICK_RUN_S
+        return self._program.is_usually_quick
 
     def is_worth_a_thread(self) -> bool:
         """Whether to run beside a batch that is under way: as many rows must wait as run there.

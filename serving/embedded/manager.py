@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from perennial import store
 from serving.embedded import config as configs
 from serving.embedded.servable import Servable, not_found
 from serving.embedded.status import Code, StatusError, invalid
@@ -329,7 +330,8 @@ class Manager:
     def _failed(self, name: str, version: Version, failure: StatusError) -> None:
         log.error("loading %s version %d: %s", name, version.number, failure)
         # A published folder never changes, so a wrong checksum stays wrong.
-        is_final = failure.code == Code.DATA_LOSS or version.attempts > self._options.max_retries
+        is_wrong = failure.code == Code.DATA_LOSS and store.is_published(version.folder)
+        is_final = is_wrong or version.attempts > self._options.max_retries
         if is_final:
             version.error, version.state = failure, State.END
         else:
