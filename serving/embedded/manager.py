@@ -6,6 +6,7 @@ one delays nothing else. Look-ups read maps that are replaced, never changed, so
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -340,8 +341,10 @@ class Manager:
     def _unload(self, name: str, version: Version) -> None:
         assert version.servable is not None
         version.servable.retire()
+        version.servable = None
+        # A graph and its operations refer to each other: only the collector frees them.
+        gc.collect()
         with self._changed:
-            version.servable = None
             version.state = State.END
             version.forgiven = True
             log.info("%s version %d is unloaded", name, version.number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,29 @@ def test_a_failed_load_is_tried_again_and_its_error_shown_at_the_end(tmp_path: P
 
     assert attempts == [1, 1, 1]
     assert (version.state, str(version.error)) == (State.END, "DATA_LOSS: half copied")
+
+
+def test_an_unloaded_version_leaves_nothing_behind(exports: Path, tmp_path: Path) -> None:
+    for version in ("1", "2"):
+        (tmp_path / version).mkdir()
+
+    def load(model: str, version: int, folder: Path) -> Servable:
+        return Servable.load(model, version, exports / "affine" / "1", LoadOptions())
+
+    manager = Manager(load, Options(poll_s=0.05))
+    config = model_list(m=tmp_path)
+    policy = config.model_config_list.config[0].model_version_policy
+    policy.specific.versions.append(1)
+    manager.reload(config)
+    graph = weakref.ref(manager.find("m").programs._session._session.graph)
+    assert graph() is not None
+
+    policy.specific.versions[0] = 2
+    manager.reload(config)
+    wait_until(lambda: manager.status("m", 1)[0].state == State.END, what="version 1 is unloaded")
+    manager.stop()
+
+    assert graph() is None
 
 
 def test_ended_versions_do_not_pile_up() -> None:
