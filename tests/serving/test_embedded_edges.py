@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import shutil
 import threading
@@ -22,9 +23,12 @@ from tensorflow_serving.config import model_server_config_pb2
 
 from serving.embedded import jsontensors
 from serving.embedded import session as tf_session
+from serving.embedded.http import Request
+from serving.embedded.inference import Core
 from serving.embedded.manager import Manager, Options
 from serving.embedded.metrics import LATENCY_BOUNDS_US, Metrics
 from serving.embedded.predict import predict_call
+from serving.embedded.rest import Handler
 from serving.embedded.servable import LoadOptions, Servable
 from serving.embedded.signature import Output
 from serving.embedded.status import Code, StatusError
@@ -367,6 +371,28 @@ def test_rest_large_requests_are_answered_too(http: httpx.Client) -> None:
     response = http.post("/v1/models/affine/versions/1:predict", json={"instances": values})
 
     assert response.json()["predictions"] == [2.0 * value for value in values]
+
+
+def test_rest_requests_end_at_their_timeout(slow: Path) -> None:
+    def load(model: str, version: int, folder: Path) -> Servable:
+        return Servable.load(model, version, folder, LoadOptions())
+
+    manager, metrics = Manager(load, Options()), Metrics()
+    manager.reload(model_list(slow=slow.parent))
+    core = Core(manager, metrics, grpc_threads=1, rest_threads=1)
+    handler = Handler(core, metrics_path="", cors=False, timeout_s=0.2)
+
+    async def post(turns: int) -> Any:
+        body = bytearray(f'{{"inputs": {turns}}}'.encode())
+        return await handler(Request("POST", "/v1/models/slow:predict", raw_body=body))
+
+    late, in_time = asyncio.run(post(10**12)), asyncio.run(post(10))
+    core.close()
+    manager.stop()
+
+    assert late.status == 504
+    assert in_time.body == b'{"outputs": 45}'
+    assert 'request_count{model_name="slow",status="DEADLINE_EXCEEDED"} 1' in metrics.text()
 
 
 def test_rest_metadata(http: httpx.Client) -> None:
