@@ -9,6 +9,7 @@ Queues and their scheduler live on the event loop; only the runs leave it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -22,9 +23,11 @@ import numpy as np
 from serving.embedded.batchparameters import PER_MODEL_FILE, Parameters
 from serving.embedded.flags import Flags
 from serving.embedded.metrics import Metrics
-from serving.embedded.program import QUICK_RUN_S, Program
+from serving.embedded.program import Program
 from serving.embedded.servable import Servable
 from serving.embedded.status import Code, StatusError, invalid
+
+log = logging.getLogger(__name__)
 
 # A quick program that found nobody to share with runs this many requests at once before it waits
 # for company again, for one turn of the event loop.
@@ -100,8 +103,6 @@ class Scheduler:
         queue.running_rows -= sum(task.rows for task in tasks)
         if run.cancelled():
             outcomes: list[Outcome] = [_stopping() for _ in tasks]
-        elif error := run.exception():
-            outcomes = [StatusError(Code.INTERNAL, f"{error!r}") for _ in tasks]
         else:
             outcomes = run.result()
         queue.settle(tasks, outcomes)
@@ -213,7 +214,7 @@ class Queue:
 
     def is_quick(self) -> bool:
         """Whether its batches run on the event loop."""
-        return self._program.typical_run_s <= QUICK_RUN_S
+        return self._program.is_usually_quick
 
     def is_worth_a_thread(self) -> bool:
         """Whether to run beside a batch that is under way: as many rows must wait as run there.
@@ -227,8 +228,13 @@ class Queue:
         try:
             return list(self._execute_together(tasks, timeout_s))
         except StatusError as error:
-            if len(tasks) == 1 or error.code == Code.DEADLINE_EXCEEDED:
-                return [error] * len(tasks)
+            failure = error
+        except Exception as error:
+            # Whatever it is, the requests must not wait for ever.
+            log.exception("running a batch of %d requests", len(tasks))
+            failure = StatusError(Code.INTERNAL, f"{type(error).__name__}: {error}")
+        if len(tasks) == 1 or failure.code == Code.DEADLINE_EXCEEDED:
+            return [failure] * len(tasks)
         return [self.execute([task], timeout_s)[0] for task in tasks]
 
     def settle(self, tasks: list[Task], outcomes: list[Outcome]) -> None:

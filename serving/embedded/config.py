@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from tensorflow_serving.config import model_server_config_pb2
 
 from serving.embedded.status import Code, StatusError, invalid
 from serving.protos import monitoring_config_pb2
+
+log = logging.getLogger(__name__)
 
 ModelConfig: TypeAlias = model_server_config_pb2.ModelConfig
 ModelServerConfig: TypeAlias = model_server_config_pb2.ModelServerConfig
@@ -150,4 +153,5 @@ def read_text_proto(path: Path, message: Any, kind: str) -> Any:
     try:
         return text_format.Parse(text, message)
     except text_format.ParseError as error:
+        log.error("Error parsing text-format %s: %s", kind, error)
         raise invalid(f"{path}: Error parsing text-format {kind}: {error}") from error

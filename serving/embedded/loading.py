@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from pathlib import Path
 
@@ -54,8 +53,6 @@ class Loading:
         metrics.load_latency.add(path, by=int((loaded - started) * 1e6))
         metrics.load_stages.observe(path, "restore_graph", value=(restored - started) * 1e6)
         metrics.load_stages.observe(path, "init_graph", value=(loaded - restored) * 1e6)
-        # What is loaded stays: the collector need not look at it again and again.
-        gc.freeze()
         return servable
 
     def _warm_up(self, servable: Servable, folder: Path) -> None:

@@ -6,6 +6,7 @@ one delays nothing else. Look-ups read maps that are replaced, never changed, so
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from perennial import store
 from serving.embedded import config as configs
 from serving.embedded.servable import Servable, not_found
 from serving.embedded.status import Code, StatusError, invalid
@@ -329,7 +331,8 @@ class Manager:
     def _failed(self, name: str, version: Version, failure: StatusError) -> None:
         log.error("loading %s version %d: %s", name, version.number, failure)
         # A published folder never changes, so a wrong checksum stays wrong.
-        is_final = failure.code == Code.DATA_LOSS or version.attempts > self._options.max_retries
+        is_wrong = failure.code == Code.DATA_LOSS and store.is_published(version.folder)
+        is_final = is_wrong or version.attempts > self._options.max_retries
         if is_final:
             version.error, version.state = failure, State.END
         else:
@@ -338,8 +341,10 @@ class Manager:
     def _unload(self, name: str, version: Version) -> None:
         assert version.servable is not None
         version.servable.retire()
+        version.servable = None
+        # A graph and its operations refer to each other: only the collector frees them.
+        gc.collect()
         with self._changed:
-            version.servable = None
             version.state = State.END
             version.forgiven = True
             log.info("%s version %d is unloaded", name, version.number)

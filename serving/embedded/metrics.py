@@ -146,7 +146,7 @@ class RunMeter:
     """Counts the runs of graphs, whatever they were for."""
 
     def __init__(
-        self, runs: CounterCell, run_us: CounterCell, run_histogram: HistogramCell
+        self, runs: Sequence[CounterCell], run_us: CounterCell, run_histogram: HistogramCell
     ) -> None:
         self._runs = runs
         self._run_us = run_us
@@ -154,7 +154,8 @@ class RunMeter:
 
     def observe(self, run_s: float) -> None:
         run_us = run_s * 1e6
-        self._runs.add()
+        for cell in self._runs:
+            cell.add()
         self._run_us.add(run_us)
         self._run_histogram.observe(run_us)
 
@@ -186,11 +187,14 @@ class Metrics:
         self.load_attempts = Counter(saved_model + "load_attempt_count", ("model_path", "status"))
         self.load_latency = Counter(saved_model + "load_latency", ("model_path",))
         self.load_stages = Histogram(saved_model + "load_latency_by_stage", ("model_path", "stage"))
+        self.session_runs = Counter(core + "direct_session_runs")
         self.graph_runs = Counter(core + "graph_runs")
         self.graph_run_us = Counter(core + "graph_run_time_usecs")
         self.graph_run_histogram = Histogram(core + "graph_run_time_usecs_histogram")
         self.runs = RunMeter(
-            self.graph_runs.cell(), self.graph_run_us.cell(), self.graph_run_histogram.cell()
+            (self.session_runs.cell(), self.graph_runs.cell()),
+            self.graph_run_us.cell(),
+            self.graph_run_histogram.cell(),
         )
         self.queuing_latency = Histogram(batching + "queuing_latency")
         self.wrapped_runs = Counter(batching + "wrapped_run_count")
@@ -206,6 +210,8 @@ class Metrics:
         self._all: list[Counter | Gauge | Histogram] = [
             metric for metric in vars(self).values() if isinstance(metric, Counter | Histogram)
         ]
+        # Known by name and never filled, as in the stock binary without ML Metadata.
+        self.gauge(serving + "mlmd_map", ("model_name", "version"), lambda: ())
 
     def gauge(
         self,

@@ -58,19 +58,21 @@ class Program:
         self._run = session.callable(feeds, fetches)
         self._on_run = on_run
 
+    @property
+    def is_usually_quick(self) -> bool:
+        """False with loops in the graph: one value may make a run as long as it likes."""
+        return self.typical_run_s <= QUICK_RUN_S and not self._session.has_loops
+
     def is_quick(self, arrays: Sequence[np.ndarray]) -> bool:
         """Whether it is cheaper to run these on the event loop than in a thread."""
-        return self.typical_run_s <= QUICK_RUN_S and all(
-            array.nbytes <= QUICK_BYTES for array in arrays
-        )
+        return self.is_usually_quick and all(array.nbytes <= QUICK_BYTES for array in arrays)
 
     def run(self, arrays: Sequence[np.ndarray], timeout_s: float | None = None) -> list[np.ndarray]:
         """Runs in the caller's thread.
 
         Args:
             arrays: in the order of `feeds`.
-            timeout_s: after which the runtime ends it; not kept by the first run, which is the
-                slowest and says how slow the program is.
+            timeout_s: after which the runtime ends it, except the first run.
 
         Returns:
             arrays in the order of `fetches`.
@@ -80,7 +82,7 @@ class Program:
         """
         started = time.perf_counter()
         try:
-            if timeout_s is None or self.typical_run_s == float("inf"):
+            if timeout_s is None or self._is_first():
                 values = self._run(*arrays)
             else:
                 values = self._session.run_within(self.feeds, self.fetches, arrays, timeout_s)
@@ -96,6 +98,10 @@ class Program:
             self.typical_run_s = typical_s + weight * (elapsed_s - typical_s)
         self._on_run(elapsed_s)
         return values
+
+    def _is_first(self) -> bool:
+        """Whether this is the first run, which is the slowest; a loop may never end at all."""
+        return self.typical_run_s == float("inf") and not self._session.has_loops
 
     def warm(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Runs it in every way that requests like this one will."""

@@ -49,7 +49,7 @@ class Handler:
         """Never raises: whatever goes wrong is a response."""
         if request.method == "GET" and request.path == self._metrics_path:
             return Response(200, self._core.metrics.text().encode(), "text/plain")
-        if not request.path.startswith("/v1/"):
+        if not request.path.lower().startswith("/v1/"):
             return Response(404, b"<html><body>Not Found</body></html>", "text/html")
         headers: tuple[tuple[str, str], ...] = ()
         if self._cors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -40,6 +41,10 @@ async def serve(flags: Flags) -> None:
     Raises:
         StatusError: it could not start.
     """
+    # TensorFlow's own million objects stay; the collector need not look at them again and again.
+    # Models come and go, so that nothing later is frozen.
+    gc.collect()
+    gc.freeze()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,17 +12,21 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
 from tensorflow.python.client import pywrap_tf_session as tf_session
 
 from serving.embedded.status import Code, StatusError
 
 logging.getLogger("tensorflow").setLevel(logging.ERROR)
+
+_LOOPS = frozenset({"While", "StatelessWhile", "For", "NextIteration"})
 
 Run = Callable[..., list[np.ndarray]]
 
@@ -32,15 +36,15 @@ class Session:
 
     Attributes:
         signatures: the SavedModel's SignatureDefs by name.
+        has_loops: whether a run's duration may depend on the values that are fed.
     """
 
     def __init__(
-        self,
-        session: tf.compat.v1.Session,
-        signatures: Mapping[str, meta_graph_pb2.SignatureDef],
+        self, session: tf.compat.v1.Session, meta_graph: meta_graph_pb2.MetaGraphDef
     ) -> None:
         self._session = session
-        self.signatures = signatures
+        self.signatures: Mapping[str, meta_graph_pb2.SignatureDef] = dict(meta_graph.signature_def)
+        self.has_loops = _has_loops(meta_graph.graph_def)
 
     def callable(self, feeds: tuple[str, ...], fetches: tuple[str, ...]) -> Run:
         """A new function from arrays, in the order of `feeds`, to arrays in that of `fetches`.
@@ -93,6 +97,8 @@ def load(
     Raises:
         StatusError: with the code and the words of the C++ server where it has its own.
     """
+    if (folder / "export.meta").is_file():
+        raise StatusError(Code.UNIMPLEMENTED, "Session Bundle is deprecated and removed.")
     if not any((folder / name).is_file() for name in ("saved_model.pb", "saved_model.pbtxt")):
         raise StatusError(
             Code.NOT_FOUND,
@@ -120,7 +126,12 @@ def load(
     except (OSError, ValueError, TypeError, KeyError) as error:
         session.close()
         raise StatusError(Code.DATA_LOSS, f"{folder}: {error}") from error
-    return Session(session, dict(meta_graph.signature_def))
+    return Session(session, meta_graph)
+
+
+def _has_loops(graph: graph_pb2.GraphDef) -> bool:
+    functions = (function.node_def for function in graph.library.function)
+    return any(node.op in _LOOPS for node in chain(graph.node, *functions))
 
 
 def status_of(error: tf.errors.OpError) -> StatusError:

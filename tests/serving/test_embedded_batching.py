@@ -134,6 +134,15 @@ def test_a_bad_request_fails_alone(examples: Servable) -> None:
     assert str(run.answers[1]) == str(alone.value)
 
 
+def test_a_request_that_no_runtime_takes_fails_alone_too(examples: Servable) -> None:
+    odd = np.array([object()], object)
+
+    run = Run(program(examples, "flat"), [strings({"x": 1.0}), odd])
+
+    assert run.answers[0].tolist() == [2.0]
+    assert isinstance(run.answers[1], StatusError)
+
+
 def test_other_shapes_are_other_batches(rows: Servable) -> None:
     wide = np.float32([[1, 2, 3]])
 

@@ -141,7 +141,8 @@ def export_model(folder: Path, kind: str, *, scale: float = 2.0) -> Path:
         kind: `affine` (x float [n] → y = scale * x), `mixed` (x float [n], k int64 [n],
             s string [n] → total float [n], echo string [n]), `examples` (inputs string [n]:
             serialised Examples with a float x; see `_examples_signatures`), `rows` (x float
-            [n, m] → total float [n]; signatures scalar and short break the first dimension).
+            [n, m] → total float [n]; signatures scalar and short break the first dimension),
+            `slow` (turns int64 [] → total int64 []: a loop of so many turns).
     """
     import tensorflow as tf
 
@@ -176,6 +177,9 @@ def export_model(folder: Path, kind: str, *, scale: float = 2.0) -> Path:
     elif kind == "rows":
         module = tf.Module()
         signatures = _rows_signatures()
+    elif kind == "slow":
+        module = tf.Module()
+        signatures = {"serving_default": _loop()}
     else:
         module = {"affine": Affine, "mixed": Mixed}[kind]()
         signatures = {"serving_default": module.serve}
@@ -247,6 +251,21 @@ def _rows_signatures() -> dict[str, Any]:
     return {
         name: tf.function(function, input_signature=[matrix]) for name, function in outputs.items()
     }
+
+
+def _loop() -> Any:
+    import tensorflow as tf
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int64, "turns")])
+    def serve(turns: Any) -> Any:
+        total = tf.while_loop(
+            lambda turn, total: turn < turns,
+            lambda turn, total: (turn + 1, total + turn),
+            (tf.constant(0, tf.int64), tf.constant(0, tf.int64)),
+        )[1]
+        return {"total": total}
+
+    return serve
 
 
 def _name_methods(folder: Path) -> None:
