@@ -64,6 +64,8 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        codes = {code.name: count for code, count in self.codes.items()}
+        print(f"{codes}, by version {dict(self.versions)}, slowest {self.slowest_s * 1e3:.0f} ms")
 
     @property
     def answered(self) -> int:
