@@ -29,6 +29,11 @@ from serving.embedded.status import Code, StatusError, invalid
 
 log = logging.getLogger(__name__)
 
+# Fewer rows do not start a second batch of the same queue while one runs.
+BESIDE_ROWS = 16
+# Batches of a program that usually takes less run on the event loop; while a thread runs a slower
+# one, requests gather.
+QUICK_BATCH_S = 0.0002
 # A quick program that found nobody to share with runs this many requests at once before it waits
 # for company again, for one turn of the event loop.
 ALONE = 15
@@ -144,7 +149,12 @@ class Queue:
         if not rows:
             return self._program.run(arrays)
         if rows <= self._parameters.max_execution_batch_size:
-            if self._alone and not self._rows and self._program.is_quick(arrays):
+            if (
+                self._alone
+                and not self._rows
+                and self.is_quick()
+                and self._program.is_quick(arrays)
+            ):
                 self._alone -= 1
                 self._metrics.queuing_latency.observe(value=0.0)
                 return self._run_padded(arrays, rows, _first_rows(arrays), None)
@@ -214,14 +224,14 @@ class Queue:
 
     def is_quick(self) -> bool:
         """Whether its batches run on the event loop."""
-        return self._program.is_usually_quick
+        return self._program.usually_takes(QUICK_BATCH_S)
 
     def is_worth_a_thread(self) -> bool:
-        """Whether to run beside a batch that is under way: as many rows must wait as run there.
+        """Whether to run now, or to gather on beside the batch that is under way.
 
         A run uses all cores already; few rows beside many only make both slower.
         """
-        return self._rows >= self.running_rows
+        return not self.running_rows or self._rows >= max(self.running_rows, BESIDE_ROWS)
 
     def execute(self, tasks: list[Task], timeout_s: float | None) -> list[Outcome]:
         """Runs a batch, in any thread; one outcome per task."""

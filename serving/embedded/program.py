@@ -58,14 +58,15 @@ class Program:
         self._run = session.callable(feeds, fetches)
         self._on_run = on_run
 
-    @property
-    def is_usually_quick(self) -> bool:
+    def usually_takes(self, at_most_s: float) -> bool:
         """False with loops in the graph: one value may make a run as long as it likes."""
-        return self.typical_run_s <= QUICK_RUN_S and not self._session.has_loops
+        return self.typical_run_s <= at_most_s and not self._session.has_loops
 
     def is_quick(self, arrays: Sequence[np.ndarray]) -> bool:
         """Whether it is cheaper to run these on the event loop than in a thread."""
-        return self.is_usually_quick and all(array.nbytes <= QUICK_BYTES for array in arrays)
+        return self.usually_takes(QUICK_RUN_S) and all(
+            array.nbytes <= QUICK_BYTES for array in arrays
+        )
 
     def run(self, arrays: Sequence[np.ndarray], timeout_s: float | None = None) -> list[np.ndarray]:
         """Runs in the caller's thread.
