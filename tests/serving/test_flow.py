@@ -85,9 +85,10 @@ def test_a_worse_candidate_is_rolled_back_and_fenced(story: Story) -> None:
     assert story.served() == ([1], [], 0.0)
 
 
-def test_a_failing_candidate_is_rolled_back_by_its_guardrail(story: Story) -> None:
+@pytest.mark.parametrize("fault", ["failing", "not_a_number"])
+def test_a_failing_candidate_is_rolled_back_by_its_guardrail(story: Story, fault: str) -> None:
     story.given_champion(1).given_candidate(2)
-    done = story.until(*ENDS, candidate_loss=0.3, failing=0.5)
+    done = story.until(*ENDS, candidate_loss=0.3, **{fault: 0.5})
     assert done.state is State.ROLLED_BACK
     assert story.ledger.events(done.id)[-1].evidence["reason"].startswith("guardrail.")
 

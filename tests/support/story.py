@@ -6,6 +6,7 @@ The traffic is written as the recorder would have written it, so that a story de
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -120,12 +121,15 @@ class Story:
             cleanup=flow.cleanup,
         )
 
-    def traffic(self, *, candidate_loss: float, failing: float = 0.0) -> None:
+    def traffic(
+        self, *, candidate_loss: float, failing: float = 0.0, not_a_number: float = 0.0
+    ) -> None:
         """One request of each key in the running stage, with its label.
 
         Args:
             candidate_loss: how far the candidate's probabilities are off; the champion's: 0.3.
             failing: share of the canary's calls that fail.
+            not_a_number: share of the canary's answers that are NaN, with status OK.
         """
         stages = self.ledger.episode(self.episode.id).data.get("stages", [])
         if not stages or stages[-1]["start"] is None:
@@ -140,6 +144,9 @@ class Story:
             off = candidate_loss if is_canary else 0.3
             arm = "canary" if is_canary else "stable"
             failed = is_canary and self.random.random() < failing
+            score = abs(truth - off)
+            if is_canary and self.random.random() < not_a_number:
+                score = math.nan
             request_id = f"{self.parts}-{key}"
             rows.append(
                 {
@@ -152,7 +159,7 @@ class Story:
                     "route": "split",
                     "version": versions[arm],
                     "status": 13 if failed else 0,
-                    "score": None if failed else abs(truth - off),
+                    "score": None if failed else score,
                 }
             )
             labels.append(
