@@ -36,23 +36,28 @@ def postgres(long_lived_path: Path) -> Iterator[Settings]:
 
 @pytest.fixture(scope="session")
 def _template(postgres: Settings) -> str:
-    ledger = Ledger(database_url(postgres, "perennial"))
+    """Name of an empty, migrated ledger that nobody writes to."""
+    _execute(postgres, "CREATE DATABASE ledger_template")
+    ledger = Ledger(database_url(postgres, "ledger_template"))
     ledger.migrate()
     ledger.close()
-    return "perennial"
+    return "ledger_template"
+
+
+def _execute(postgres: Settings, statement: str) -> None:
+    admin = create_engine(database_url(postgres, "postgres"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(statement))
+    admin.dispose()
 
 
 @pytest.fixture
 def ledger_url(postgres: Settings, _template: str) -> Iterator[str]:
     """URL of a fresh, migrated ledger database, dropped after the test."""
     name = f"ledger_{next(_numbers)}"
-    admin = create_engine(database_url(postgres, "postgres"), isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {_template}"))
+    _execute(postgres, f"CREATE DATABASE {name} TEMPLATE {_template}")
     yield database_url(postgres, name)
-    with admin.connect() as connection:
-        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
-    admin.dispose()
+    _execute(postgres, f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture

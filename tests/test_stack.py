@@ -71,6 +71,7 @@ def play(settings):
             yield demo
         finally:
             demo.close()
+            shutil.rmtree(settings.spool_dir, ignore_errors=True)
 
 
 def kill(play, name):

