@@ -26,7 +26,7 @@ $(READY): requirements/dev.txt requirements/uv.txt pyproject.toml
 $(PROMETHEUS): | $(READY)
 	$(BIN)/perennial fetch-prometheus
 
-demo: setup ## close whole episodes on real flights (about ten minutes)
+demo: setup ## close whole episodes on real flights (under ten minutes)
 	$(BIN)/perennial demo
 
 up: setup ## start the local stack and leave it running

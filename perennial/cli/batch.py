@@ -9,7 +9,6 @@ import click
 
 from perennial.cli import answer, json_option, open_ledger, settings
 from perennial.spec import load_spec
-from perennial.store import Store
 
 
 @click.command("batch-predict")
@@ -36,6 +35,7 @@ def batch_predict(
 
     The output appears whole. Killed, and called again in the same way, it goes on where it was.
     """
+    from perennial.store import Store
     from serving.batch.job import batch_predict as predict
 
     here = settings()
