@@ -16,6 +16,19 @@ from cryptography.x509.oid import NameOID
 JWT_SECRET = b"a-secret-of-at-least-32-bytes-length"
 
 
+_USES = (
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
+)
+
+
 class Authority:
     """A certificate authority of one test."""
 
@@ -43,6 +56,9 @@ class Authority:
         self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, is_authority: bool = False
     ) -> x509.Certificate:
         now = datetime.now(UTC)
+        uses = dict.fromkeys(_USES, False)
+        uses["key_cert_sign" if is_authority else "digital_signature"] = True
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -52,6 +68,12 @@ class Authority:
             .not_valid_before(now - timedelta(hours=1))
             .not_valid_after(now + timedelta(hours=1))
             .add_extension(x509.BasicConstraints(is_authority, None), critical=True)
+            # Python 3.13 checks by RFC 5280 to the letter.
+            .add_extension(x509.KeyUsage(**uses), critical=True)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+            )
+            .add_extension(issuer, critical=False)
             .add_extension(
                 x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]),
                 critical=False,
