@@ -6,10 +6,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,18 +20,11 @@ from perennial.local.stack import PORT_SETTINGS, Stack
 from perennial.settings import Settings
 from perennial.states import State
 from perennial.store import Store
+from tests.support.traffic import free_ports
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 REPOSITORY = Path(__file__).parent.parent
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as open_:
-        sockets = [open_.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @pytest.fixture(scope="module")

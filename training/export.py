@@ -96,8 +96,12 @@ def evaluate_and_export(
         if result.passed and request.variants:
             return result, conclude(spec, store, episode_id, answer)
         if request.variants:
-            with contextlib.suppress(Permanent):
+            try:
                 conclude(spec, store, episode_id, answer)
+            except Permanent as error:
+                log.warning(
+                    "%s %s failed its gate, its export too: %s", spec.name, episode_id, error
+                )
     if not result.passed:
         return result, None
     return result, export(spec, store, episode_id)

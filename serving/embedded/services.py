@@ -58,53 +58,55 @@ class PredictionService:
         def prepare(servable: Servable) -> Call:
             return predict_call(servable, request)
 
-        servable, signature, outputs = await self._core.answer(
-            Asked.by(request),
-            prepare,
-            api="Predict",
-            entrypoint="GRPC",
-            timeout_s=context.time_remaining(),
-            size_bytes=len(raw),
-        )
+        answer = await self._answer(Asked.by(request), prepare, "Predict", raw, context)
+        servable, signature, outputs = answer
         return predict_response(servable, signature, outputs, as_content=self._as_content)
 
     async def classify(self, raw: bytes, context: Any) -> bytes:
         request = _parsed(classification_pb2.ClassificationRequest, raw)
-        answer = await self._core.answer(
-            Asked.by(request),
-            lambda servable: examples.classify(servable, request.model_spec, request.input),
-            api="Classify",
-            entrypoint="GRPC",
-            timeout_s=context.time_remaining(),
-            size_bytes=len(raw),
-        )
+
+        def prepare(servable: Servable) -> Call:
+            return examples.classify(servable, request.model_spec, request.input)
+
+        answer = await self._answer(Asked.by(request), prepare, "Classify", raw, context)
         return _response(classification_pb2.ClassificationResponse, answer)
 
     async def regress(self, raw: bytes, context: Any) -> bytes:
         request = _parsed(regression_pb2.RegressionRequest, raw)
-        answer = await self._core.answer(
-            Asked.by(request),
-            lambda servable: examples.regress(servable, request.model_spec, request.input),
-            api="Regress",
-            entrypoint="GRPC",
-            timeout_s=context.time_remaining(),
-            size_bytes=len(raw),
-        )
+
+        def prepare(servable: Servable) -> Call:
+            return examples.regress(servable, request.model_spec, request.input)
+
+        answer = await self._answer(Asked.by(request), prepare, "Regress", raw, context)
         return _response(regression_pb2.RegressionResponse, answer)
 
     async def multi_inference(self, raw: bytes, context: Any) -> bytes:
         request = _parsed(inference_pb2.MultiInferenceRequest, raw)
         # The first task says which version answers all of them.
         asked = Asked.by(request.tasks[0]) if request.tasks else Asked("")
-        answer = await self._core.answer(
+
+        def prepare(servable: Servable) -> Call:
+            return examples.multi_inference(servable, request)
+
+        answer = await self._answer(asked, prepare, MULTI_INFERENCE, raw, context)
+        return bytes(answer.result.SerializeToString())
+
+    async def _answer(
+        self,
+        asked: Asked | None,
+        prepare: Callable[[Servable], Call],
+        api: str,
+        raw: bytes,
+        context: Any,
+    ) -> Answer:
+        return await self._core.answer(
             asked,
-            lambda servable: examples.multi_inference(servable, request),
-            api=MULTI_INFERENCE,
+            prepare,
+            api=api,
             entrypoint="GRPC",
             timeout_s=context.time_remaining(),
             size_bytes=len(raw),
         )
-        return bytes(answer.result.SerializeToString())
 
     async def get_model_metadata(self, raw: bytes, context: Any) -> bytes:
         request = _parsed(get_model_metadata_pb2.GetModelMetadataRequest, raw)

@@ -20,7 +20,8 @@ from perennial.errors import Permanent
 from perennial.settings import Settings
 from serving.router import edge, envoy
 from serving.router.routes import ModelRouting
-from tests.support.edge import Authority, jwks, place, private, token
+from tests.support.certificates import Authority, Pair
+from tests.support.edge import jwks, place, private, token
 from tests.support.traffic import Pool, Router, eventually, make_settings, routing
 
 OK = grpc.StatusCode.OK
@@ -192,23 +193,23 @@ def test_mutual_tls_and_a_certificate_that_is_replaced(
     folder = tmp_path / "tls"
     place(folder, authority, "router-1")
     settings = make_settings(tmp_path, **pools, router_tls_dir=str(folder))
-    certificate, key = authority.issue("client")
-    known = grpc.ssl_channel_credentials(authority.pem, key, certificate)
+    client = authority.issue("client")
+    known = grpc.ssl_channel_credentials(authority.certificate, client.key, client.certificate)
     with routing(settings, known) as router:
         assert router.predict().code == OK
-        serving = server_name(settings, authority, certificate, key)
+        serving = server_name(settings, authority, client)
         assert serving == "router-1"
-        stranger_certificate, stranger_key = others.issue("stranger")
+        stranger = others.issue("stranger")
         for refused in (
-            grpc.ssl_channel_credentials(authority.pem),
-            grpc.ssl_channel_credentials(authority.pem, stranger_key, stranger_certificate),
+            grpc.ssl_channel_credentials(authority.certificate),
+            grpc.ssl_channel_credentials(authority.certificate, stranger.key, stranger.certificate),
         ):
             with grpc.secure_channel(f"127.0.0.1:{settings.router_port}", refused) as channel:
                 with pytest.raises(grpc.FutureTimeoutError):
                     grpc.channel_ready_future(channel).result(1)
         place(folder, authority, "router-2")
         eventually(
-            lambda: server_name(settings, authority, certificate, key) == "router-2",
+            lambda: server_name(settings, authority, client) == "router-2",
             "new handshakes get the new certificate",
         )
         cut = "http.router.downstream_cx_destroy_local"
@@ -216,11 +217,11 @@ def test_mutual_tls_and_a_certificate_that_is_replaced(
         assert int(router.stats(cut)[cut]) == 0
 
 
-def server_name(settings: Settings, authority: Authority, certificate: bytes, key: bytes) -> str:
+def server_name(settings: Settings, authority: Authority, client: Pair) -> str:
     """The name in the certificate that the router shows."""
-    context = ssl.create_default_context(cadata=authority.pem.decode())
+    context = ssl.create_default_context(cadata=authority.certificate.decode())
     with tempfile.NamedTemporaryFile() as file:
-        file.write(certificate + key)
+        file.write(client.certificate + client.key)
         file.flush()
         context.load_cert_chain(file.name)
     with socket.create_connection(("127.0.0.1", settings.router_port)) as raw:
